@@ -1,0 +1,121 @@
+"""One exception root, and messages a user can act on.
+
+Every error the workbench raises is a `MokError`. A message names what was given, what is allowed, the nearest
+valid name and what to do next; the helpers below keep that shape the same everywhere.
+"""
+
+from __future__ import annotations
+
+import difflib
+import enum
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+class MokError(Exception):
+    """Root of all errors raised by mok."""
+
+
+class InputError(MokError, ValueError):
+    """A value the host can judge before anything runs: shape, dtype, device, name, range."""
+
+
+class CapabilityError(MokError, RuntimeError):
+    """A GPU, tool or package this call needs is missing; the message says how to get it."""
+
+
+class WorkspaceError(MokError, RuntimeError):
+    """A workspace or context used in a way its contract forbids (reuse, two threads, dead after a time-out)."""
+
+
+class FaultError(MokError, RuntimeError):
+    """A fault only the device could know; raised by the next eager call or by `workspace.check()`."""
+
+    def __init__(self, message: str, record: FaultRecord) -> None:
+        super().__init__(message)
+        self.record = record
+
+
+class CapacityError(FaultError):
+    """A rank received more rows than its schedule can hold."""
+
+
+class RouteError(FaultError):
+    """An expert id outside [-1, num_experts)."""
+
+
+class PeerTimeoutError(FaultError, TimeoutError):
+    """Another rank did not arrive in time; the workspace is dead afterwards."""
+
+
+class LocalTimeoutError(FaultError, TimeoutError):
+    """A flag inside one kernel was never raised; the launch was drained."""
+
+
+class Fault(enum.IntEnum):
+    """Codes of asynchronous faults. A faulty schedule carries `num_tokens = -code`, which every kernel reads."""
+
+    NONE = 0
+    CAPACITY = 1
+    ROUTE_ID = 2
+    PEER_TIMEOUT = 3
+    LOCAL_TIMEOUT = 4
+
+
+@dataclass(frozen=True, slots=True)
+class FaultRecord:
+    """What a kernel stores about a fault: the same fields on every engine.
+
+    `seen` and `need` are rows for CAPACITY, (id, num_experts) for ROUTE_ID, flag values for the time-outs.
+    """
+
+    code: Fault
+    rank: int
+    where: str
+    seen: int
+    need: int
+
+    def to_error(self) -> FaultError:
+        """The named error this record stands for."""
+        if self.code is Fault.CAPACITY:
+            return CapacityError(
+                f"rank {self.rank} needs {self.need} schedule rows (padding included) but the workspace holds {self.seen}; "
+                "outputs of that step are NaN. Raise MoKConfig.schedule_capacity_multiplier or num_local_tokens and make "
+                "a new workspace.",
+                self,
+            )
+        if self.code is Fault.ROUTE_ID:
+            return RouteError(
+                f"top_experts holds id {self.seen} on rank {self.rank}; allowed are -1 (no route) and 0..{self.need - 1}. "
+                "Outputs of that step are NaN. Check the router for NaN logits.",
+                self,
+            )
+        if self.code is Fault.PEER_TIMEOUT:
+            return PeerTimeoutError(
+                f"rank {self.rank} waited too long at {self.where}: {self.seen} of {self.need} ranks arrived. This workspace "
+                "is dead; look for a crashed rank, then create a new workspace (MOK_TIMEOUT_PEER sets the limit in seconds).",
+                self,
+            )
+        return LocalTimeoutError(
+            f"rank {self.rank}: {self.where} stayed at {self.seen}, needed {self.need}; the launch was drained and its outputs "
+            "are NaN. Please report this with the workload (MOK_TIMEOUT_LOCAL sets the limit in seconds).",
+            self,
+        )
+
+
+def nearest(name: str, allowed: Iterable[str]) -> str:
+    """`, did you mean 'x'?` or an empty string."""
+    close = difflib.get_close_matches(name, list(allowed), n=1, cutoff=0.5)
+    return f", did you mean {close[0]!r}?" if close else ""
+
+
+def unknown_name(what: str, name: str, allowed: Iterable[str]) -> InputError:
+    """The error for a name that is not in `allowed`, with the nearest one."""
+    names = sorted(allowed)
+    return InputError(f"unknown {what} {name!r}{nearest(name, names) or '.'} Allowed: {', '.join(names)}.")
+
+
+def require(ok: bool, message: str) -> None:
+    """Raise `InputError(message)` unless `ok`."""
+    if not ok:
+        raise InputError(message)
