@@ -1,0 +1,280 @@
+"""The functional API: upstream's names, argument order, shapes and dtypes, on any group and engine.
+
+    workspace = get_workspace(config, group, device=..., num_local_tokens=T, hidden_size=H, topk=K)
+    schedule = build_schedule(workspace, config, top_experts, num_local_experts=E)
+    out, context = forward(config, workspace, schedule, x, router_weights, *shared, *routed)
+    gradients = backward(config, workspace, schedule, context, d_out, x, router_weights, *shared, *routed)
+
+T tokens of this process (packed over ranks in a VirtualGroup), K top-k, H hidden, I intermediate, E experts of this
+process (all of them in a VirtualGroup). Ours beside upstream's arguments are keyword-only and come after them.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from mok import ops, step, validate
+from mok.config import MoKConfig
+from mok.errors import require
+from mok.schedule import MoKSchedule, VirtualSchedule
+from mok.step import MoKForwardContext, Schedule, Weight
+from mok.workspace import MoKWorkspace, clear_workspace_cache, create_workspace, get_workspace, validate_workspace_args
+
+__all__ = [
+    "MoKConfig",
+    "MoKForwardContext",
+    "MoKSchedule",
+    "MoKWorkspace",
+    "backward",
+    "build_schedule",
+    "clear_workspace_cache",
+    "create_workspace",
+    "forward",
+    "get_workspace",
+    "recompute_forward_context",
+    "validate_workspace_args",
+]
+
+Tensor = torch.Tensor
+
+_IDS = (torch.int64, torch.int32)
+_BF16 = (torch.bfloat16,)
+
+
+def build_schedule(
+    workspace: MoKWorkspace, config: MoKConfig, top_experts: Tensor, *, num_local_experts: int
+) -> Schedule:
+    """Gather all routes and build every local rank's schedule, without the host reading a count.
+
+    top_experts i64 or i32 [T, K], -1 = no route. Raises InputError for what the host can judge; an id out of range or
+    a capacity too small is recorded and raised by the next eager call on the workspace or by `workspace.check()`.
+    """
+    with workspace.step():
+        ranks = workspace.ranks
+        validate.tensor("top_experts", top_experts, (None, workspace.topk), _IDS, workspace.device)
+        per_rank = step.local_experts(workspace, num_local_experts)
+        counts = workspace.split(top_experts.shape[0])
+        require(
+            workspace.topk <= per_rank * ranks.size,
+            f"topk={workspace.topk} exceeds the group's {per_rank * ranks.size} experts.",
+        )
+        routes_of = {r: top_experts[step.span(counts, r)].to(torch.int32).contiguous() for r in counts}
+        for r, routes in routes_of.items():
+            ops.all_gather_top_experts(routes, workspace.topk_all, workspace.token_counts, r, workspace.handle)
+        capacity = config.capacity(workspace.max_tokens, workspace.topk, ranks.size, per_rank)
+        schedules = []
+        for r in ranks.local:
+            tables = ops.schedule(
+                workspace.topk_all, per_rank, capacity, r, workspace.token_counts, row_block=config.row_block, fault=workspace.fault
+            )
+            schedules.append(MoKSchedule(*tables, routes_of[r], workspace.token_counts.clone()))
+        return schedules[0] if ranks.virtual is None else VirtualSchedule(tuple(schedules))
+
+
+def forward(
+    config: MoKConfig,
+    workspace: MoKWorkspace,
+    schedule: Schedule,
+    x: Tensor,
+    router_weights: Tensor,
+    w_shared_gate: Tensor | None,
+    w_shared_up: Tensor | None,
+    w_shared_down: Tensor | None,
+    w_routed_gate: Weight,
+    w_routed_up: Weight,
+    w_routed_down: Weight,
+    swiglu_limit: float | None = None,
+    *,
+    save_context: bool = True,
+    shared_output_gate_weight: Tensor | None = None,
+) -> tuple[Tensor, MoKForwardContext | None]:
+    """The MoE layer's forward: (out bf16 [T, H], context or None when `save_context` is False).
+
+    x bf16 [T, H], router_weights f32 [T, K]; shared gate/up [I, H], down [H, I] bf16 or all None; routed gate/up
+    [E, I, H], down [E, H, I] bf16, or (values, scales) pairs from `ops.mxfp8_quantize`; swiglu_limit clamps gate and
+    up; shared_output_gate_weight bf16 [1, H] multiplies the shared output by sigmoid(x . w). Raises InputError.
+    """
+    with workspace.step():
+        size, device = workspace.hidden_size, workspace.device
+        shared = validate.shared_weights((w_shared_gate, w_shared_up, w_shared_down), size, device)
+        weights = {"w_routed_gate": w_routed_gate, "w_routed_up": w_routed_up, "w_routed_down": w_routed_down}
+        precision, routed = step.routed(workspace, schedule, weights)
+        counts = step.inputs(workspace, schedule, x, router_weights, shared_output_gate_weight, shared)
+        step.load(workspace, workspace.x, x, counts)
+        step.barrier(workspace, schedule, workspace.x, "publish")
+        run = ops.dispatch_mlp_swiglu_combine_fwd_bf16 if precision == "bf16" else ops.dispatch_mlp_swiglu_combine_fwd_mxfp8
+        contexts, shared_outputs = [], []
+        for r in workspace.ranks.local:
+            part = step.of_rank(schedule, workspace, r)
+            *context, y_shared = run(
+                workspace.x,
+                workspace.combine,
+                list(shared or ()),
+                step.local(routed, workspace, r),
+                *step.tables(part),
+                r,
+                workspace.topk,
+                counts[r],
+                swiglu_limit,
+                config.fwd_num_comm_sms,
+                config.minibatch_size,
+                step.ring(config, part),
+                config.row_block,
+                config.combine,
+                save_context,
+                precision,
+            )
+            contexts.append(tuple(context))
+            shared_outputs.append(y_shared)
+        step.barrier(workspace, schedule, workspace.combine, "deliver")
+        outputs, gated, gates = [], [], []
+        for index, r in enumerate(workspace.ranks.local):
+            part = step.of_rank(schedule, workspace, r)
+            y_shared = shared_outputs[index] if shared else None
+            if shared_output_gate_weight is not None:
+                plain = shared_outputs[index]
+                y_shared, gate = ops.output_gate_fwd(workspace.x[r][: counts[r]], shared_output_gate_weight, plain)
+                gated.append(plain)
+                gates.append(gate)
+            rows = step.span(counts, r)
+            slots = workspace.combine[r][: counts[r] * workspace.topk]
+            outputs.append(ops.fwd_epilogue(y_shared, slots, router_weights[rows], step.visible(part, workspace, r), part.num_tokens))
+        context_out = None
+        if save_context:
+            keep = (tuple(gated), tuple(gates)) if shared_output_gate_weight is not None else (None, None)
+            context_out = MoKForwardContext(precision, tuple(contexts), *keep)
+        return step.packed(outputs), context_out
+
+
+def recompute_forward_context(
+    config: MoKConfig,
+    workspace: MoKWorkspace,
+    schedule: Schedule,
+    x: Tensor,
+    w_shared_gate: Tensor | None,
+    w_shared_up: Tensor | None,
+    w_routed_gate: Weight,
+    w_routed_up: Weight,
+    swiglu_limit: float | None = None,
+) -> MoKForwardContext:
+    """The context `forward` would have saved, rebuilt without down projections (manual activation checkpointing)."""
+    with workspace.step():
+        size, device = workspace.hidden_size, workspace.device
+        shared = validate.shared_weights((w_shared_gate, w_shared_up), size, device)
+        precision, routed = step.routed(workspace, schedule, {"w_routed_gate": w_routed_gate, "w_routed_up": w_routed_up})
+        counts = step.inputs(workspace, schedule, x, None, None, shared)
+        step.load(workspace, workspace.x, x, counts)
+        step.barrier(workspace, schedule, workspace.x, "publish")
+        run = ops.recompute_forward_context_bf16 if precision == "bf16" else ops.recompute_forward_context_mxfp8
+        contexts = []
+        for r in workspace.ranks.local:
+            part = step.of_rank(schedule, workspace, r)
+            context = run(
+                workspace.x,
+                list(shared or ()),
+                step.local(routed, workspace, r),
+                *step.tables(part),
+                r,
+                workspace.topk,
+                counts[r],
+                swiglu_limit,
+                config.fwd_num_comm_sms,
+                config.minibatch_size,
+                step.ring(config, part),
+                config.row_block,
+                precision,
+            )
+            contexts.append(tuple(context))
+        return MoKForwardContext(precision, tuple(contexts))
+
+
+def backward(
+    config: MoKConfig,
+    workspace: MoKWorkspace,
+    schedule: Schedule,
+    context: MoKForwardContext,
+    d_out: Tensor,
+    x: Tensor,
+    router_weights: Tensor,
+    w_shared_gate: Tensor | None,
+    w_shared_up: Tensor | None,
+    w_shared_down: Tensor | None,
+    w_routed_gate: Weight,
+    w_routed_up: Weight,
+    w_routed_down: Weight,
+    swiglu_limit: float | None = None,
+    *,
+    main_grads: tuple[Tensor | None, ...] | None = None,
+    shared_output_gate_weight: Tensor | None = None,
+    shared_output_gate_main_grad: Tensor | None = None,
+) -> tuple[Tensor | None, ...]:
+    """The layer's backward: (d_x, d_router_weights, d_routed gate, up, down, d_shared gate, up, down[, d_output_gate]).
+
+    d_out bf16 [T, H]; the rest as in `forward`. In mxfp8 gate and up are the four tensors of `ops.mxfp8_quantize`,
+    down the transposed pair. d_x, weight gradients bf16, d_router_weights f32 [T, K] (exact for every weight; 0 where
+    the id is -1), d_output_gate f32 [1, H]. `main_grads` (routed gate, up, down, shared gate, up, down; f32 or bf16
+    or None each) take one add per chain, and those gradients are returned as None. Shared gradients are None without
+    a shared expert. Raises InputError, and WorkspaceError when `context` was used before.
+    """
+    with workspace.step():
+        size, device = workspace.hidden_size, workspace.device
+        shared = validate.shared_weights((w_shared_gate, w_shared_up, w_shared_down), size, device)
+        weights = {"w_routed_gate": w_routed_gate, "w_routed_up": w_routed_up, "w_routed_down": w_routed_down}
+        precision, routed = step.routed(workspace, schedule, weights, backward=True)
+        counts = step.inputs(workspace, schedule, x, router_weights, shared_output_gate_weight, shared)
+        validate.tensor("d_out", d_out, tuple(x.shape), (torch.bfloat16,), device)
+        mains = step.main_grads(workspace, schedule, main_grads, routed, shared)
+        step.check_context(context, precision, shared_output_gate_weight)
+        step.load(workspace, workspace.x, x, counts)
+        step.load(workspace, workspace.d_y, d_out, counts)
+        step.load(workspace, workspace.router_weight, router_weights, counts)
+        for buffers in (workspace.x, workspace.d_y, workspace.router_weight):
+            step.barrier(workspace, schedule, buffers, "publish")
+        run = ops.dispatch_mlp_swiglu_combine_bwd_bf16 if precision == "bf16" else ops.dispatch_mlp_swiglu_combine_bwd_mxfp8
+        gate = step.OutputGate(context, shared_output_gate_weight, shared, swiglu_limit)
+        parts: list[list[Tensor]] = []
+        for index, r in enumerate(workspace.ranks.local):
+            part = step.of_rank(schedule, workspace, r)
+            rows = slice(0, counts[r])
+            d_y_shared = gate.backward(index, workspace.d_y[r][rows], workspace.x[r][rows])
+            grads = run(
+                list(context.tensors[index]),
+                workspace.x,
+                workspace.d_y,
+                workspace.router_weight,
+                workspace.d_x_routed,
+                workspace.d_router_weight,
+                d_y_shared,
+                list(shared or ()),
+                step.local(routed, workspace, r),
+                *step.local_mains(mains, workspace, r),
+                *step.tables(part),
+                r,
+                workspace.topk,
+                counts[r],
+                swiglu_limit,
+                config.bwd_num_comm_sms,
+                config.minibatch_size,
+                step.ring(config, part),
+                config.row_block,
+                precision,
+            )
+            parts.append(grads)
+        step.barrier(workspace, schedule, workspace.d_x_routed, "deliver")
+        step.barrier(workspace, schedule, [w.view(-1, 1) for w in workspace.d_router_weight], "deliver")
+        d_x, d_router = [], []
+        for index, r in enumerate(workspace.ranks.local):
+            part = step.of_rank(schedule, workspace, r)
+            seen = step.visible(part, workspace, r)
+            d_x_shared = gate.add_to(index, parts[index][0]) if shared else None
+            slots = workspace.d_x_routed[r][: counts[r] * workspace.topk]
+            d_x.append(ops.bwd_epilogue(d_x_shared, slots, workspace.topk, seen, part.num_tokens))
+            d_router.append(step.router_gradient(workspace.d_router_weight[r][: counts[r]], seen, part.num_tokens))
+        routed_grads = [
+            None if mains[i] is not None else step.packed([p[1 + i] for p in parts]) for i in range(3)
+        ]
+        shared_grads = [
+            None if mains[3 + i] is not None or not shared else step.summed([p[4 + i] for p in parts]) for i in range(3)
+        ]
+        extra = gate.weight_gradient(shared_output_gate_main_grad)
+        return (step.packed(d_x), step.packed(d_router), *routed_grads, *shared_grads, *extra)

@@ -1,0 +1,318 @@
+"""The kernels as torch custom operators: upstream's names, per rank, over plain tensors.
+
+Each op calls the active engine (`mok.engines.use`), has a fake implementation, and states what it mutates, so a whole
+step traces under `torch.compile(fullgraph=True)`. Peers are lists of tensors, one per rank: a pointer table that
+torch can see. Symbols: T tokens of this rank, K top-k, H hidden, I intermediate, Eloc local experts, EP ranks,
+cap schedule rows, ring macrobatch ring rows.
+"""
+
+import torch
+from torch import Tensor
+
+from mok import engines, workspace
+from mok.engines import fakes
+
+_FORWARD_ARGS = ("combine_peers",)
+_MAIN_GRADS = ("routed_gate_main", "routed_up_main", "routed_down_main", "shared_gate_main", "shared_up_main", "shared_down_main")
+
+
+@torch.library.custom_op("mok::all_gather_top_experts", mutates_args=("buffer", "token_counts"))
+def all_gather_top_experts(top_experts: Tensor, buffer: Tensor, token_counts: Tensor, rank: int, handle: int) -> None:
+    """Gather i32 [T, K] routes of every rank into `buffer` i32 [EP, max T, K] and their counts into i32 [EP]."""
+    count = top_experts.shape[0]
+    buffer[rank].fill_(-1)
+    buffer[rank, :count].copy_(top_experts)
+    token_counts[rank] = count
+    ranks = workspace.lookup(handle).ranks
+    ranks.publish(list(token_counts.unsqueeze(1).unbind(0)))
+    ranks.publish(list(buffer.unbind(0)))
+
+
+@torch.library.custom_op("mok::barrier_all", mutates_args=("buffers",))
+def barrier_all(
+    buffers: list[Tensor], topk_all: Tensor, token_counts: Tensor, num_local_experts: int, exchange: str, handle: int
+) -> None:
+    """Ranks meet. `exchange` "publish" shows own buffers to all, "deliver" brings rows written to peers home.
+
+    buffers: one tensor per rank, [T, ...] to publish or [T*K, ...] to deliver. Raises PeerTimeoutError.
+    """
+    ranks = workspace.lookup(handle).ranks
+    if exchange == "publish":
+        ranks.publish(buffers)
+    else:
+        token = torch.arange(topk_all.shape[1], device=topk_all.device)
+        valid = (token[None, :] < token_counts[:, None])[:, :, None] & (topk_all >= 0)
+        owner = torch.where(valid, topk_all // num_local_experts, -1)
+        ranks.deliver(buffers, owner.reshape(owner.shape[0], -1))
+
+
+@torch.library.custom_op("mok::schedule", mutates_args=("fault",))
+def _schedule(
+    topk_all: Tensor,
+    num_local_experts: int,
+    schedule_capacity: int,
+    rank: int,
+    token_counts: Tensor,
+    row_block: int,
+    fault: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    engine = engines.active(topk_all.device.type)
+    *tables, record = engine.schedule(topk_all, num_local_experts, schedule_capacity, rank, token_counts, row_block)
+    if fault.numel() and int(fault[0]) == 0:  # the first fault stays: later ones may be its consequence
+        fault.copy_(record)
+    return tuple(tables)
+
+
+def schedule(
+    topk_all: Tensor,
+    num_local_experts: int,
+    schedule_capacity: int,
+    rank: int,
+    token_counts: Tensor | None = None,
+    *,
+    row_block: int = 128,
+    fault: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(peer_rank, peer_token_idx, num_tokens, tokens_per_expert) of one rank; see `mok.schedule.build`.
+
+    topk_all i32 [EP, T, K]; `token_counts` i32 [EP], rows past a rank's count are ignored (None: all T count);
+    `fault` i64 [8] receives the record of a capacity or id fault, unless it already holds one.
+    """
+    if token_counts is None:
+        token_counts = torch.full((topk_all.shape[0],), topk_all.shape[1], dtype=torch.int32, device=topk_all.device)
+    if fault is None:
+        fault = torch.empty(0, dtype=torch.int64)
+    return _schedule(topk_all, num_local_experts, schedule_capacity, rank, token_counts, row_block, fault)
+
+
+@torch.library.custom_op("mok::mxfp8_quantize", mutates_args=())
+def _mxfp8_quantize(x: Tensor, normal: bool, transposed: bool) -> list[Tensor]:
+    parts = engines.active(x.device.type).mxfp8_quantize(x, normal, transposed)
+    return [part for part in parts if part is not None]
+
+
+def mxfp8_quantize(
+    x: Tensor, normal: bool = True, transposed: bool = True
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """(fp8, scales, fp8_t, scales_t) of x bf16 [M, N] or [E, M, N], M and N multiples of 128; see `mok.mxfp8.quantize`."""
+    parts = _mxfp8_quantize(x, normal, transposed)
+    first = tuple(parts[:2]) if normal else (None, None)
+    second = tuple(parts[-2:]) if transposed else (None, None)
+    return (*first, *second)
+
+
+def _forward(
+    x_peers: list[Tensor],
+    combine_peers: list[Tensor],
+    shared: list[Tensor],
+    routed: list[Tensor],
+    peer_rank: Tensor,
+    peer_token_idx: Tensor,
+    num_tokens: Tensor,
+    tokens_per_expert: Tensor,
+    rank: int,
+    top_k: int,
+    num_shared_tokens: int,
+    swiglu_limit: float | None,
+    num_comm_sms: int,
+    minibatch: int,
+    ring_rows: int,
+    row_block: int,
+    combine: str,
+    save_context: bool,
+    precision: str,
+) -> list[Tensor]:
+    """Dispatch, experts and combine of one rank: the saved context, then y_shared; see `torch_engine.forward`."""
+    outputs = engines.active(num_tokens.device.type).forward(
+        precision=precision,
+        x_peers=x_peers,
+        combine_peers=combine_peers,
+        shared=tuple(shared) or None,
+        routed=tuple(routed),
+        schedule=(peer_rank, peer_token_idx, num_tokens, tokens_per_expert),
+        rank=rank,
+        top_k=top_k,
+        num_shared_tokens=num_shared_tokens,
+        swiglu_limit=swiglu_limit,
+        num_comm_sms=num_comm_sms,
+        minibatch=minibatch,
+        ring_rows=ring_rows,
+        row_block=row_block,
+        combine=combine,
+        save_context=save_context,
+    )
+    return list(outputs)
+
+
+def _recompute(
+    x_peers: list[Tensor],
+    shared: list[Tensor],
+    routed: list[Tensor],
+    peer_rank: Tensor,
+    peer_token_idx: Tensor,
+    num_tokens: Tensor,
+    tokens_per_expert: Tensor,
+    rank: int,
+    top_k: int,
+    num_shared_tokens: int,
+    swiglu_limit: float | None,
+    num_comm_sms: int,
+    minibatch: int,
+    ring_rows: int,
+    row_block: int,
+    precision: str,
+) -> list[Tensor]:
+    """The saved context alone; see `torch_engine.recompute`."""
+    outputs = engines.active(num_tokens.device.type).recompute(
+        precision=precision,
+        x_peers=x_peers,
+        shared=tuple(shared) or None,
+        routed=tuple(routed),
+        schedule=(peer_rank, peer_token_idx, num_tokens, tokens_per_expert),
+        rank=rank,
+        top_k=top_k,
+        num_shared_tokens=num_shared_tokens,
+        swiglu_limit=swiglu_limit,
+        num_comm_sms=num_comm_sms,
+        minibatch=minibatch,
+        ring_rows=ring_rows,
+        row_block=row_block,
+    )
+    return list(outputs)
+
+
+def _backward(
+    context: list[Tensor],
+    x_peers: list[Tensor],
+    d_y_peers: list[Tensor],
+    router_weight_peers: list[Tensor],
+    d_x_routed_peers: list[Tensor],
+    d_router_weight_peers: list[Tensor],
+    d_y_shared: Tensor,
+    shared: list[Tensor],
+    routed: list[Tensor],
+    routed_gate_main: Tensor | None,
+    routed_up_main: Tensor | None,
+    routed_down_main: Tensor | None,
+    shared_gate_main: Tensor | None,
+    shared_up_main: Tensor | None,
+    shared_down_main: Tensor | None,
+    peer_rank: Tensor,
+    peer_token_idx: Tensor,
+    num_tokens: Tensor,
+    tokens_per_expert: Tensor,
+    rank: int,
+    top_k: int,
+    num_shared_tokens: int,
+    swiglu_limit: float | None,
+    num_comm_sms: int,
+    minibatch: int,
+    ring_rows: int,
+    row_block: int,
+    precision: str,
+) -> list[Tensor]:
+    """Backward of one rank: d_x_shared, then routed gate, up, down and shared gate, up, down gradients; see `torch_engine.backward`."""
+    outputs = engines.active(num_tokens.device.type).backward(
+        precision=precision,
+        context=tuple(context),
+        x_peers=x_peers,
+        d_y_peers=d_y_peers,
+        router_weight_peers=router_weight_peers,
+        d_x_routed_peers=d_x_routed_peers,
+        d_router_weight_peers=d_router_weight_peers,
+        d_y_shared=d_y_shared,
+        shared=tuple(shared) or None,
+        routed=tuple(routed),
+        main_grads=(routed_gate_main, routed_up_main, routed_down_main, shared_gate_main, shared_up_main, shared_down_main),
+        schedule=(peer_rank, peer_token_idx, num_tokens, tokens_per_expert),
+        rank=rank,
+        top_k=top_k,
+        num_shared_tokens=num_shared_tokens,
+        swiglu_limit=swiglu_limit,
+        num_comm_sms=num_comm_sms,
+        minibatch=minibatch,
+        ring_rows=ring_rows,
+        row_block=row_block,
+    )
+    return list(outputs)
+
+
+_backward_mutates = ("d_x_routed_peers", "d_router_weight_peers", *_MAIN_GRADS)
+dispatch_mlp_swiglu_combine_fwd_bf16 = torch.library.custom_op(
+    "mok::dispatch_mlp_swiglu_combine_fwd_bf16", _forward, mutates_args=_FORWARD_ARGS
+)
+dispatch_mlp_swiglu_combine_fwd_mxfp8 = torch.library.custom_op(
+    "mok::dispatch_mlp_swiglu_combine_fwd_mxfp8", _forward, mutates_args=_FORWARD_ARGS
+)
+recompute_forward_context_bf16 = torch.library.custom_op("mok::recompute_forward_context_bf16", _recompute, mutates_args=())
+recompute_forward_context_mxfp8 = torch.library.custom_op("mok::recompute_forward_context_mxfp8", _recompute, mutates_args=())
+dispatch_mlp_swiglu_combine_bwd_bf16 = torch.library.custom_op(
+    "mok::dispatch_mlp_swiglu_combine_bwd_bf16", _backward, mutates_args=_backward_mutates
+)
+dispatch_mlp_swiglu_combine_bwd_mxfp8 = torch.library.custom_op(
+    "mok::dispatch_mlp_swiglu_combine_bwd_mxfp8", _backward, mutates_args=_backward_mutates
+)
+
+
+@torch.library.custom_op("mok::fwd_epilogue", mutates_args=())
+def fwd_epilogue(
+    y_shared: Tensor | None,
+    combine_buffer: Tensor,
+    topk_weights: Tensor,
+    top_experts: Tensor | None = None,
+    num_tokens: Tensor | None = None,
+) -> Tensor:
+    """bf16 [T, H] = y_shared + sum_k w_k * y_k, f32, k ascending. combine_buffer bf16 [>= T*K, H], topk_weights f32 [T, K].
+
+    Slots and weights whose id in `top_experts` i32 [T, K] is -1 are never read. `num_tokens` < 0 (a fault) gives NaN.
+    """
+    engine = engines.active(combine_buffer.device.type)
+    result: Tensor = engine.forward_epilogue(y_shared, combine_buffer, topk_weights, top_experts, num_tokens)
+    return result
+
+
+@torch.library.custom_op("mok::bwd_epilogue", mutates_args=())
+def bwd_epilogue(
+    d_x_shared: Tensor | None,
+    d_x_routed_buffer: Tensor,
+    top_k: int,
+    top_experts: Tensor | None = None,
+    num_tokens: Tensor | None = None,
+) -> Tensor:
+    """bf16 [T, H] = d_x_shared + sum_k d_x_k, f32, k ascending. d_x_routed_buffer bf16 [T*K, H]; -1 slots are never read."""
+    engine = engines.active(d_x_routed_buffer.device.type)
+    result: Tensor = engine.backward_epilogue(d_x_shared, d_x_routed_buffer, top_k, top_experts, num_tokens)
+    return result
+
+
+@torch.library.custom_op("mok::output_gate_fwd", mutates_args=())
+def output_gate_fwd(x: Tensor, weight: Tensor, y_shared: Tensor) -> tuple[Tensor, Tensor]:
+    """(sigmoid(x . w) * y_shared bf16 [T, H], sigmoid f32 [T]) for the shared expert's output gate, weight bf16 [1, H]."""
+    from mok.engines import output_gate
+
+    return output_gate.forward(x, weight, y_shared)
+
+
+@torch.library.custom_op("mok::output_gate_bwd", mutates_args=())
+def output_gate_bwd(d_y: Tensor, x: Tensor, weight: Tensor, gate: Tensor, y_shared: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(d_y_shared bf16 [T, H], d_logit f32 [T], d_weight f32 [1, H]) of the output gate."""
+    from mok.engines import output_gate
+
+    return output_gate.backward(d_y, x, weight, gate, y_shared)
+
+
+@torch.library.custom_op("mok::output_gate_dx", mutates_args=())
+def output_gate_dx(d_x_shared: Tensor, d_logit: Tensor, weight: Tensor) -> Tensor:
+    """bf16 [T, H] = d_x_shared + d_logit * w, one rounding. An op of its own, so that no compiler fuses the multiply-add."""
+    return (d_x_shared.float() + d_logit[:, None] * weight.float()).bfloat16()
+
+
+@torch.library.custom_op("mok::shared_output", mutates_args=())
+def shared_output(gate: Tensor, up: Tensor, down: Tensor, swiglu_limit: float | None) -> Tensor:
+    """y_shared bf16 [T, H] from the shared expert's saved gate, up bf16 [T, I] and down bf16 [H, I]."""
+    from mok.engines import torch_engine
+
+    return torch_engine.shared_output(gate, up, down, swiglu_limit)
+
+
+fakes.register()

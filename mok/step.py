@@ -1,0 +1,267 @@
+"""What every functional call does around the kernels: check, copy in, meet the peers, cut per rank, pack the results."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from mok import ops, validate
+from mok.config import MoKConfig
+from mok.errors import InputError, WorkspaceError, require
+from mok.schedule import MoKSchedule, VirtualSchedule
+from mok.workspace import MoKWorkspace
+
+Tensor = torch.Tensor
+Weight = Tensor | tuple[Tensor, ...]
+Schedule = MoKSchedule | VirtualSchedule
+Counts = dict[int, int]
+
+
+@dataclass
+class MoKForwardContext:
+    """What forward leaves for one backward: per local rank, the tensors of macrobatch 0 (see `torch_engine._context`).
+
+    `tensors[i]` belongs to the i-th local rank: bf16 (x_routed [ring,H], gate_shared [T,I], gate_routed [ring,I],
+    up_shared, up_routed); in mxfp8 x_routed, gate_routed and up_routed are (values, scales) pairs. Upstream's hidden
+    tensors are not kept: backward recomputes them from gate and up. `y_shared` and `output_gate` are there with an
+    output gate. A context serves one backward.
+    """
+
+    precision: str
+    tensors: tuple[tuple[Tensor, ...], ...]
+    y_shared: tuple[Tensor, ...] | None = None
+    output_gate: tuple[Tensor, ...] | None = None
+    consumed: bool = field(default=False, compare=False)
+
+    def consume(self) -> None:
+        """Mark as used by a backward. Raises WorkspaceError the second time: replay may have overwritten it."""
+        if self.consumed:
+            raise WorkspaceError("this forward context was already used by a backward; run forward (or recompute) again.")
+        self.consumed = True
+
+    def rank(self, r: int) -> tuple[Tensor, ...]:
+        """The tensors of local rank r, in upstream's shapes."""
+        return self.tensors[r]
+
+
+def local_experts(workspace: MoKWorkspace, num_local_experts: int) -> int:
+    """Experts per rank. In a VirtualGroup the caller passes all experts. Raises InputError when EP does not divide them."""
+    require(
+        isinstance(num_local_experts, int) and num_local_experts >= 1,
+        f"num_local_experts must be an int >= 1, got {num_local_experts!r}.",
+    )
+    if workspace.ranks.virtual is None:
+        return num_local_experts
+    size = workspace.ranks.size
+    require(
+        num_local_experts % size == 0,
+        f"num_local_experts={num_local_experts} (all experts, in a VirtualGroup) must be divisible by ep={size}.",
+    )
+    return num_local_experts // size
+
+
+def of_rank(schedule: Schedule, workspace: MoKWorkspace, r: int) -> MoKSchedule:
+    """Rank r's schedule. Raises InputError for a schedule of another kind of group."""
+    if isinstance(schedule, VirtualSchedule):
+        return schedule.ranks[workspace.ranks.local.index(r)]
+    if workspace.ranks.virtual is not None:
+        raise InputError("this schedule was built on a process group, but the workspace belongs to a VirtualGroup.")
+    return schedule
+
+
+def held_experts(schedule: Schedule, workspace: MoKWorkspace) -> int:
+    """Experts whose weights this process holds (all of them in a VirtualGroup)."""
+    per_rank = int(of_rank(schedule, workspace, workspace.ranks.local[0]).tokens_per_expert.shape[0])
+    return per_rank * len(workspace.held)
+
+
+def routed(
+    workspace: MoKWorkspace, schedule: Schedule, weights: dict[str, object], backward: bool = False
+) -> tuple[str, tuple[Tensor, ...]]:
+    """(precision, flat tensors) of the routed weights after checking them against schedule and workspace."""
+    experts = held_experts(schedule, workspace)
+    return validate.routed_weights(weights, experts, workspace.hidden_size, workspace.device, backward)
+
+
+def inputs(
+    workspace: MoKWorkspace,
+    schedule: Schedule,
+    x: Tensor,
+    router_weights: Tensor | None,
+    output_gate: Tensor | None,
+    shared: tuple[Tensor, ...] | None,
+) -> Counts:
+    """Check x, router weights and output gate; tokens of every rank held by this process."""
+    size, device = workspace.hidden_size, workspace.device
+    validate.tensor("x", x, (None, size), (torch.bfloat16,), device)
+    counts = workspace.split(x.shape[0])
+    for r in workspace.ranks.local:
+        made_for = of_rank(schedule, workspace, r).top_experts.shape[0]
+        require(
+            made_for == counts[r],
+            f"the schedule was built for {made_for} tokens on rank {r}, but x brings {counts[r]}.",
+        )
+    if router_weights is not None:
+        validate.tensor("router_weights", router_weights, (x.shape[0], workspace.topk), (torch.float32,), device)
+    if output_gate is not None:
+        require(shared is not None, "shared_output_gate_weight needs a shared expert.")
+        validate.tensor("shared_output_gate_weight", output_gate, (1, size), (torch.bfloat16,), device)
+    return counts
+
+
+def span(counts: Counts, r: int) -> slice:
+    """Rank r's rows of a packed tensor."""
+    first = sum(count for rank, count in counts.items() if rank < r)
+    return slice(first, first + counts[r])
+
+
+def load(workspace: MoKWorkspace, buffers: list[Tensor], values: Tensor, counts: Counts) -> None:
+    """Copy packed rows into the symmetric buffers of the ranks this process holds."""
+    for r in counts:
+        buffers[r][: counts[r]].copy_(values[span(counts, r)])
+
+
+def barrier(workspace: MoKWorkspace, schedule: Schedule, buffers: list[Tensor], exchange: str) -> None:
+    """Meet the other ranks around a megakernel; nothing to do when all ranks are in this process."""
+    if workspace.ranks.virtual is not None:
+        return
+    part = of_rank(schedule, workspace, workspace.ranks.local[0])
+    per_rank = int(part.tokens_per_expert.shape[0])
+    # the schedule's own gathered routes may be gone (layers share a workspace): gather this layer's again
+    if exchange == "deliver":
+        ops.all_gather_top_experts(
+            part.top_experts, workspace.topk_all, workspace.token_counts, workspace.ranks.local[0], workspace.handle
+        )
+    ops.barrier_all(buffers, workspace.topk_all, workspace.token_counts, per_rank, exchange, workspace.handle)
+
+
+def local(tensors: tuple[Tensor, ...], workspace: MoKWorkspace, r: int) -> list[Tensor]:
+    """Rank r's share of tensors whose first dimension runs over experts (or over tiles of them)."""
+    if len(workspace.held) == 1:
+        return list(tensors)
+    size = len(workspace.held)
+    return [t[r * (t.shape[0] // size) : (r + 1) * (t.shape[0] // size)] for t in tensors]
+
+
+def tables(part: MoKSchedule) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The four schedule tensors the kernels take."""
+    return part.peer_rank, part.peer_token_idx, part.num_tokens, part.tokens_per_expert
+
+
+def ring(config: MoKConfig, part: MoKSchedule) -> int:
+    """Rows of the macrobatch ring for this schedule."""
+    return config.ring_rows(int(part.peer_rank.shape[0]))
+
+
+def visible(part: MoKSchedule, workspace: MoKWorkspace, r: int) -> Tensor:
+    """The routes whose slots were written: all of them, or rank r's own experts when only rank r ran."""
+    only = workspace.ranks.virtual is not None and workspace.ranks.virtual.only is not None
+    if not only:
+        return part.top_experts
+    per_rank = int(part.tokens_per_expert.shape[0])
+    return torch.where(part.top_experts // per_rank == r, part.top_experts, -1)
+
+
+def packed(outputs: list[Tensor]) -> Tensor:
+    """The ranks' results as one packed tensor."""
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def summed(parts: list[Tensor]) -> Tensor:
+    """The ranks' partial gradients added in f32 in rank order, rounded once to their own dtype."""
+    if len(parts) == 1:
+        return parts[0]
+    total = parts[0].float()
+    for part in parts[1:]:
+        total = total + part.float()
+    return total.to(parts[0].dtype)
+
+
+def main_grads(
+    workspace: MoKWorkspace,
+    schedule: Schedule,
+    given: tuple[Tensor | None, ...] | None,
+    routed_weights: tuple[Tensor, ...],
+    shared: tuple[Tensor, ...] | None,
+) -> tuple[Tensor | None, ...]:
+    """The six checked accumulators, None where the gradient is returned instead."""
+    experts, intermediate = held_experts(schedule, workspace), int(routed_weights[0].shape[1])
+    wide, tall = (experts, intermediate, workspace.hidden_size), (experts, workspace.hidden_size, intermediate)
+    none = (0,)
+    shared_shapes = tuple(tuple(w.shape) for w in shared) if shared else (none, none, none)
+    return validate.main_grads(given, (wide, wide, tall, *shared_shapes), workspace.device)
+
+
+def local_mains(mains: tuple[Tensor | None, ...], workspace: MoKWorkspace, r: int) -> list[Tensor | None]:
+    """Rank r's accumulators: its experts' rows of the routed ones, the shared ones whole (ranks add in rank order)."""
+    cut = [None if main is None else local((main,), workspace, r)[0] for main in mains[:3]]
+    return [*cut, *mains[3:]]
+
+
+def check_context(context: MoKForwardContext, precision: str, output_gate: Tensor | None) -> None:
+    """Raise unless `context` fits this backward, and consume it."""
+    if not isinstance(context, MoKForwardContext):
+        raise InputError(f"context must come from forward or recompute_forward_context, got {type(context).__name__}.")
+    require(
+        context.precision == precision,
+        f"the context was saved in {context.precision}, but the routed weights are {precision}.",
+    )
+    require(
+        output_gate is not None or context.output_gate is None,
+        "forward used shared_output_gate_weight; pass the same one to backward.",
+    )
+    if not torch.compiler.is_compiling():
+        context.consume()
+
+
+def router_gradient(values: Tensor, top_experts: Tensor, status: Tensor) -> Tensor:
+    """Fresh f32 [T, K]: the pushed gradients, 0 where the id is -1, NaN after a fault."""
+    values = torch.where(top_experts < 0, torch.zeros_like(values), values)
+    return torch.where(status < 0, torch.full_like(values, torch.nan), values)
+
+
+class OutputGate:
+    """The shared expert's output gate in backward; without one it passes d_y and d_x through."""
+
+    def __init__(
+        self, context: MoKForwardContext, weight: Tensor | None, shared: tuple[Tensor, ...] | None, limit: float | None
+    ) -> None:
+        self.context, self.weight, self.shared, self.limit = context, weight, shared, limit
+        self.d_logits: list[Tensor] = []
+        self.d_weights: list[Tensor] = []
+
+    def backward(self, index: int, d_y: Tensor, x: Tensor) -> Tensor:
+        """The shared branch's gradient bf16 [T, H] for the index-th local rank."""
+        if self.weight is None:
+            return d_y
+        y_shared, gate = self._saved(index, x)
+        d_y_shared, d_logit, d_weight = ops.output_gate_bwd(d_y, x, self.weight, gate, y_shared)
+        self.d_logits.append(d_logit)
+        self.d_weights.append(d_weight)
+        return d_y_shared
+
+    def _saved(self, index: int, x: Tensor) -> tuple[Tensor, Tensor]:
+        """(y_shared, gate) as saved, or recomputed from the context's shared gate and up."""
+        if self.context.y_shared is not None and self.context.output_gate is not None:
+            return self.context.y_shared[index], self.context.output_gate[index]
+        assert self.shared is not None and self.weight is not None
+        tensors = self.context.tensors[index]
+        gate_shared, up_shared = (tensors[1], tensors[3]) if self.context.precision == "bf16" else (tensors[2], tensors[5])
+        y_shared = ops.shared_output(gate_shared, up_shared, self.shared[2], self.limit)
+        return y_shared, ops.output_gate_fwd(x, self.weight, y_shared)[1]
+
+    def add_to(self, index: int, d_x_shared: Tensor) -> Tensor:
+        """d_x_shared plus d_logit * w, rounded to bf16."""
+        return d_x_shared if self.weight is None else ops.output_gate_dx(d_x_shared, self.d_logits[index], self.weight)
+
+    def weight_gradient(self, main: Tensor | None) -> tuple[Tensor | None, ...]:
+        """() without a gate; (f32 [1, H],) or, after adding it to `main`, (None,)."""
+        if self.weight is None:
+            return ()
+        total = summed(self.d_weights)
+        if main is None:
+            return (total,)
+        validate.tensor("shared_output_gate_main_grad", main, tuple(self.weight.shape), (torch.float32, torch.bfloat16), main.device)
+        main.copy_(torch.where(torch.isnan(total).all(), main.float(), main.float() + total))
+        return (None,)

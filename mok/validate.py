@@ -1,0 +1,109 @@
+"""Host-side checks of a call's tensors: one place, one wording, before anything is launched."""
+
+from __future__ import annotations
+
+import torch
+
+from mok.errors import InputError, require
+
+Tensor = torch.Tensor
+MXFP8_TILE = 128
+
+
+def tensor(name: str, value: object, shape: tuple[int | None, ...], dtypes: tuple[torch.dtype, ...], device: torch.device) -> Tensor:
+    """`value` if it is a contiguous tensor of `shape` (None = any size), dtype and device. Raises InputError naming what differs."""
+    if not isinstance(value, Tensor):
+        raise InputError(f"{name} must be a tensor, got {type(value).__name__}.")
+    wanted = "[" + ", ".join("any" if n is None else str(n) for n in shape) + "]"
+    fits = value.dim() == len(shape) and all(n is None or int(n) == int(m) for n, m in zip(shape, value.shape, strict=True))
+    require(fits, f"{name} must be {wanted}, got {list(value.shape)}.")
+    if value.dtype not in dtypes:
+        allowed = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
+        raise InputError(f"{name} must be {allowed}, got {str(value.dtype).removeprefix('torch.')}.")
+    same = value.device.type == device.type and (device.index is None or value.device.index == device.index)
+    require(same, f"{name} must be on {device}, got {value.device}; move it or make a workspace there.")
+    require(value.is_contiguous(), f"{name} must be contiguous, got strides {value.stride()}; call .contiguous().")
+    return value
+
+
+def shared_weights(weights: tuple[object, ...], hidden_size: int, device: torch.device) -> tuple[Tensor, ...] | None:
+    """Shared (gate [I,H], up [I,H][, down [H,I]]) as a tuple, or None when all are None. Raises InputError for a mixture."""
+    names = ("w_shared_gate", "w_shared_up", "w_shared_down")
+    if all(w is None for w in weights):
+        return None
+    missing = [n for n, w in zip(names, weights, strict=False) if w is None]
+    require(not missing, f"shared expert weights must be given together or not at all; missing: {', '.join(missing)}.")
+    gate = tensor(names[0], weights[0], (None, hidden_size), (torch.bfloat16,), device)
+    size = gate.shape[0]
+    require(size % 64 == 0, f"the shared expert's intermediate size must be a multiple of 64, got {size}.")
+    shapes = ((size, hidden_size), (size, hidden_size), (hidden_size, size))
+    return tuple(
+        tensor(n, w, s, (torch.bfloat16,), device) for n, w, s in zip(names, weights, shapes, strict=False)
+    )
+
+
+def routed_weights(
+    weights: dict[str, object], num_local_experts: int, hidden_size: int, device: torch.device, backward: bool = False
+) -> tuple[str, tuple[Tensor, ...]]:
+    """(precision, flat tensors) of routed gate, up[, down], each a bf16 tensor or a tuple of quantised parts.
+
+    bf16: gate, up [E,I,H], down [E,H,I]. mxfp8 forward: (values, scales) each; backward: (values, scales, values_t,
+    scales_t) for gate and up, (values_t, scales_t) for down. Raises InputError naming the first thing that differs.
+    """
+    quantized = [isinstance(w, tuple) for w in weights.values()]
+    if any(quantized) and not all(quantized):
+        raise InputError("routed weights must be all bf16 tensors or all tuples from ops.mxfp8_quantize, not a mixture.")
+    if not any(quantized):
+        gate = tensor("w_routed_gate", weights["w_routed_gate"], (num_local_experts, None, hidden_size), (torch.bfloat16,), device)
+        size = gate.shape[1]
+        require(size % 64 == 0, f"intermediate size must be a multiple of 64, got {size}.")
+        wide, tall = (num_local_experts, size, hidden_size), (num_local_experts, hidden_size, size)
+        shapes = {"w_routed_gate": wide, "w_routed_up": wide, "w_routed_down": tall}
+        return "bf16", tuple(tensor(n, w, shapes[n], (torch.bfloat16,), device) for n, w in weights.items())
+    return "mxfp8", _quantized_weights(weights, num_local_experts, hidden_size, device, backward)
+
+
+def _quantized_weights(
+    weights: dict[str, object], experts: int, hidden_size: int, device: torch.device, backward: bool
+) -> tuple[Tensor, ...]:
+    first = weights["w_routed_gate"]
+    assert isinstance(first, tuple)
+    size = int(first[0].shape[1]) if first and isinstance(first[0], Tensor) and first[0].dim() == 3 else 0
+    for what, number in (("hidden", hidden_size), ("intermediate", size)):
+        require(number % MXFP8_TILE == 0 and number > 0, f"mxfp8 needs {what} to be a positive multiple of 128, got {number}.")
+    flat: list[Tensor] = []
+    for name, parts in weights.items():
+        assert isinstance(parts, tuple)
+        down = name == "w_routed_down"
+        rows, columns = (hidden_size, size) if down else (size, hidden_size)
+        orientations = [(rows, columns)] if not backward else [(columns, rows)] if down else [(rows, columns), (columns, rows)]
+        wanted = 2 * len(orientations)
+        require(
+            len(parts) == wanted,
+            f"{name} must be a tuple of {wanted} tensors ({'values, scales' if wanted == 2 else 'values, scales, values_t, scales_t'}"
+            f"{' of the transposed copy' if backward and down else ''}), got {len(parts)}.",
+        )
+        for index, (m, n) in enumerate(orientations):
+            values, scales = parts[2 * index : 2 * index + 2]
+            flat.append(tensor(f"{name}[{2 * index}]", values, (experts, m, n), (torch.float8_e4m3fn,), device))
+            shape = (experts * m // 128, n // 128, 32, 16)
+            flat.append(tensor(f"{name}[{2 * index + 1}]", scales, shape, (torch.uint8,), device))
+    return tuple(flat)
+
+
+def main_grads(
+    given: tuple[Tensor | None, ...] | None, shapes: tuple[tuple[int, ...], ...], device: torch.device
+) -> tuple[Tensor | None, ...]:
+    """Six accumulators (routed gate, up, down, shared gate, up, down), f32 or bf16 tensors or None each."""
+    if given is None:
+        return (None,) * 6
+    require(len(given) == 6, f"main_grads must hold 6 entries (routed gate, up, down, shared gate, up, down), got {len(given)}.")
+    names = ("routed_gate", "routed_up", "routed_down", "shared_gate", "shared_up", "shared_down")
+    checked: list[Tensor | None] = []
+    for name, main, shape in zip(names, given, shapes, strict=True):
+        if main is None:
+            checked.append(None)
+        else:
+            require(shape != (0,), f"main_grads {name} was given without a shared expert.")
+            checked.append(tensor(f"main_grads {name}", main, shape, (torch.float32, torch.bfloat16), device))
+    return tuple(checked)
