@@ -276,5 +276,5 @@ def backward(
         shared_grads = [
             None if mains[3 + i] is not None or not shared else step.summed([p[4 + i] for p in parts]) for i in range(3)
         ]
-        extra = gate.weight_gradient(shared_output_gate_main_grad)
+        extra = gate.weight_gradient(shared_output_gate_main_grad, part.num_tokens)
         return (step.packed(d_x), step.packed(d_router), *routed_grads, *shared_grads, *extra)

@@ -6,13 +6,16 @@ torch can see. Symbols: T tokens of this rank, K top-k, H hidden, I intermediate
 cap schedule rows, ring macrobatch ring rows.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from mok import engines, workspace
-from mok.engines import fakes
+from mok.engines import fakes, output_gate, router, torch_engine
 
-_FORWARD_ARGS = ("combine_peers",)
+_FORWARD_MUTATES = ("combine_peers",)
 _MAIN_GRADS = ("routed_gate_main", "routed_up_main", "routed_down_main", "shared_gate_main", "shared_up_main", "shared_down_main")
 
 
@@ -141,7 +144,7 @@ def _forward(
         combine=combine,
         save_context=save_context,
     )
-    return list(outputs)
+    return tuple(outputs)  # type: ignore[return-value]  # the schema says a tuple, see _define
 
 
 def _recompute(
@@ -178,7 +181,7 @@ def _recompute(
         ring_rows=ring_rows,
         row_block=row_block,
     )
-    return list(outputs)
+    return tuple(outputs)  # type: ignore[return-value]  # the schema says a tuple, see _define
 
 
 def _backward(
@@ -234,24 +237,24 @@ def _backward(
         ring_rows=ring_rows,
         row_block=row_block,
     )
-    return list(outputs)
+    return tuple(outputs)  # type: ignore[return-value]  # the schema says a tuple, see _define
 
 
-_backward_mutates = ("d_x_routed_peers", "d_router_weight_peers", *_MAIN_GRADS)
-dispatch_mlp_swiglu_combine_fwd_bf16 = torch.library.custom_op(
-    "mok::dispatch_mlp_swiglu_combine_fwd_bf16", _forward, mutates_args=_FORWARD_ARGS
-)
-dispatch_mlp_swiglu_combine_fwd_mxfp8 = torch.library.custom_op(
-    "mok::dispatch_mlp_swiglu_combine_fwd_mxfp8", _forward, mutates_args=_FORWARD_ARGS
-)
-recompute_forward_context_bf16 = torch.library.custom_op("mok::recompute_forward_context_bf16", _recompute, mutates_args=())
-recompute_forward_context_mxfp8 = torch.library.custom_op("mok::recompute_forward_context_mxfp8", _recompute, mutates_args=())
-dispatch_mlp_swiglu_combine_bwd_bf16 = torch.library.custom_op(
-    "mok::dispatch_mlp_swiglu_combine_bwd_bf16", _backward, mutates_args=_backward_mutates
-)
-dispatch_mlp_swiglu_combine_bwd_mxfp8 = torch.library.custom_op(
-    "mok::dispatch_mlp_swiglu_combine_bwd_mxfp8", _backward, mutates_args=_backward_mutates
-)
+def _define(name: str, function: Callable[..., Any], num_outputs: int, mutates: tuple[str, ...]) -> Any:
+    """A custom op with `num_outputs` tensors: functionalisation of a mutating op refuses a list of outputs."""
+    schema = torch.library.infer_schema(function, mutates_args=mutates)
+    arguments = schema.rsplit(" -> ", 1)[0]
+    outputs = ", ".join(["Tensor"] * num_outputs)
+    return torch.library.custom_op(f"mok::{name}", function, mutates_args=mutates, schema=f"{arguments} -> ({outputs})")
+
+
+_BACKWARD_MUTATES = ("d_x_routed_peers", "d_router_weight_peers", *_MAIN_GRADS)
+dispatch_mlp_swiglu_combine_fwd_bf16 = _define("dispatch_mlp_swiglu_combine_fwd_bf16", _forward, 6, _FORWARD_MUTATES)
+dispatch_mlp_swiglu_combine_fwd_mxfp8 = _define("dispatch_mlp_swiglu_combine_fwd_mxfp8", _forward, 9, _FORWARD_MUTATES)
+recompute_forward_context_bf16 = _define("recompute_forward_context_bf16", _recompute, 5, ())
+recompute_forward_context_mxfp8 = _define("recompute_forward_context_mxfp8", _recompute, 8, ())
+dispatch_mlp_swiglu_combine_bwd_bf16 = _define("dispatch_mlp_swiglu_combine_bwd_bf16", _backward, 7, _BACKWARD_MUTATES)
+dispatch_mlp_swiglu_combine_bwd_mxfp8 = _define("dispatch_mlp_swiglu_combine_bwd_mxfp8", _backward, 7, _BACKWARD_MUTATES)
 
 
 @torch.library.custom_op("mok::fwd_epilogue", mutates_args=())
@@ -288,16 +291,12 @@ def bwd_epilogue(
 @torch.library.custom_op("mok::output_gate_fwd", mutates_args=())
 def output_gate_fwd(x: Tensor, weight: Tensor, y_shared: Tensor) -> tuple[Tensor, Tensor]:
     """(sigmoid(x . w) * y_shared bf16 [T, H], sigmoid f32 [T]) for the shared expert's output gate, weight bf16 [1, H]."""
-    from mok.engines import output_gate
-
     return output_gate.forward(x, weight, y_shared)
 
 
 @torch.library.custom_op("mok::output_gate_bwd", mutates_args=())
 def output_gate_bwd(d_y: Tensor, x: Tensor, weight: Tensor, gate: Tensor, y_shared: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(d_y_shared bf16 [T, H], d_logit f32 [T], d_weight f32 [1, H]) of the output gate."""
-    from mok.engines import output_gate
-
     return output_gate.backward(d_y, x, weight, gate, y_shared)
 
 
@@ -310,9 +309,19 @@ def output_gate_dx(d_x_shared: Tensor, d_logit: Tensor, weight: Tensor) -> Tenso
 @torch.library.custom_op("mok::shared_output", mutates_args=())
 def shared_output(gate: Tensor, up: Tensor, down: Tensor, swiglu_limit: float | None) -> Tensor:
     """y_shared bf16 [T, H] from the shared expert's saved gate, up bf16 [T, I] and down bf16 [H, I]."""
-    from mok.engines import torch_engine
-
     return torch_engine.shared_output(gate, up, down, swiglu_limit)
+
+
+@torch.library.custom_op("mok::router_logits", mutates_args=())
+def router_logits(x: Tensor, weight: Tensor) -> Tensor:
+    """f32 [T, E] = x [T, H] . weight [E, H] in fixed 128-row blocks."""
+    return router.logits(x, weight)
+
+
+@torch.library.custom_op("mok::router_logits_bwd", mutates_args=())
+def router_logits_bwd(d_logits: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """(d_x [T, H] of x's dtype, d_weight [E, H] of weight's dtype)."""
+    return router.logits_backward(d_logits, x, weight)
 
 
 fakes.register()

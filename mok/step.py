@@ -255,13 +255,13 @@ class OutputGate:
         """d_x_shared plus d_logit * w, rounded to bf16."""
         return d_x_shared if self.weight is None else ops.output_gate_dx(d_x_shared, self.d_logits[index], self.weight)
 
-    def weight_gradient(self, main: Tensor | None) -> tuple[Tensor | None, ...]:
-        """() without a gate; (f32 [1, H],) or, after adding it to `main`, (None,)."""
+    def weight_gradient(self, main: Tensor | None, status: Tensor) -> tuple[Tensor | None, ...]:
+        """() without a gate; (f32 [1, H],), NaN after a fault; or, after adding it to `main`, (None,)."""
         if self.weight is None:
             return ()
         total = summed(self.d_weights)
         if main is None:
-            return (total,)
+            return (torch.where(status < 0, torch.full_like(total, torch.nan), total),)
         validate.tensor("shared_output_gate_main_grad", main, tuple(self.weight.shape), (torch.float32, torch.bfloat16), main.device)
-        main.copy_(torch.where(torch.isnan(total).all(), main.float(), main.float() + total))
+        main.copy_(torch.where(status < 0, main.float(), main.float() + total))
         return (None,)

@@ -23,6 +23,8 @@ def register() -> None:
     torch.library.register_fake("mok::bwd_epilogue")(_bwd_epilogue)
     torch.library.register_fake("mok::output_gate_dx")(lambda d_x, d_logit, weight: torch.empty_like(d_x))
     torch.library.register_fake("mok::shared_output")(lambda gate, up, down, limit: gate.new_empty((gate.shape[0], down.shape[0])))
+    torch.library.register_fake("mok::router_logits")(lambda x, weight: _f32(x, x.shape[0], weight.shape[0]))
+    torch.library.register_fake("mok::router_logits_bwd")(lambda d, x, weight: (torch.empty_like(x), torch.empty_like(weight)))
     torch.library.register_fake("mok::output_gate_fwd")(lambda x, weight, y: (torch.empty_like(y), _f32(x, x.shape[0])))
     torch.library.register_fake("mok::output_gate_bwd")(
         lambda d_y, x, weight, gate, y: (torch.empty_like(y), _f32(x, x.shape[0]), _f32(x, 1, x.shape[1]))
@@ -77,7 +79,7 @@ def _forward(
 ) -> list[Tensor]:  # fmt: skip
     x = x_peers[rank]
     y = x.new_empty((num_shared_tokens, x.shape[1])) if shared else x.new_empty(0)
-    return [*_context(x, routed, shared, num_shared_tokens, ring_rows, precision, save_context), y]
+    return (*_context(x, routed, shared, num_shared_tokens, ring_rows, precision, save_context), y)
 
 
 def _recompute(
@@ -85,7 +87,7 @@ def _recompute(
     tokens_per_expert: Tensor, rank: int, top_k: int, num_shared_tokens: Any, swiglu_limit: Any, num_comm_sms: int,
     minibatch: int, ring_rows: int, row_block: int, precision: str,
 ) -> list[Tensor]:  # fmt: skip
-    return _context(x_peers[rank], routed, shared, num_shared_tokens, ring_rows, precision, True)
+    return tuple(_context(x_peers[rank], routed, shared, num_shared_tokens, ring_rows, precision, True))
 
 
 def _backward(
@@ -102,7 +104,7 @@ def _backward(
     sizes = [wide, wide, tall, *(tuple(w.shape) for w in shared)] if shared else [wide, wide, tall, (0,), (0,), (0,)]
     grads = [x.new_empty(size) if main is None else x.new_empty(0) for size, main in zip(sizes, mains, strict=True)]
     d_x = x.new_empty((num_shared_tokens, hidden_size)) if shared else x.new_empty(0)
-    return [d_x, *grads]
+    return (d_x, *grads)
 
 
 def _fwd_epilogue(y_shared: Any, combine_buffer: Tensor, topk_weights: Tensor, top_experts: Any = None, num_tokens: Any = None) -> Tensor:
