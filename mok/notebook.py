@@ -168,3 +168,24 @@ def _papermill(source: Path, target: Path, values: Mapping[str, Any], sockets: P
 def _literal(path: Path) -> str:
     """papermill runs paths through str.format: double the braces so that they mean themselves."""
     return str(path).replace("{", "{{").replace("}", "}}")
+
+
+def copy_notebooks(folder: Path) -> list[Path]:
+    """Copy the shipped notebooks into `folder` (made if missing). Returns the new paths.
+
+    Raises InputError, before anything is written, when one of them is there already: it may hold someone's work.
+    """
+    sources = sorted(notebook_folder().glob("*.ipynb"))
+    if not sources:
+        raise CapabilityError(f"{notebook_folder()} holds no notebooks; reinstall mok from its wheel.")
+    targets = [folder / source.name for source in sources]
+    for target in targets:
+        require(not target.exists(), f"{target} exists already; choose another folder, nothing is overwritten.")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for source, target in zip(sources, targets, strict=True):
+            with target.open("xb") as file:
+                file.write(source.read_bytes())
+    except OSError as error:
+        raise InputError(f"cannot write {error.filename or folder}: {error.strerror}.") from None
+    return targets

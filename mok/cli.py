@@ -1,0 +1,287 @@
+"""The `mok` command: thin, over public functions. What it prints for people it also prints as JSON with `--json`.
+
+A mistake of the user is one line on stderr and exit code 2, never a traceback. Heavy imports happen inside the
+commands, so that `mok --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+import typer
+
+import mok
+from mok.errors import InputError, MokError, require
+from mok.shapes import PRESETS, MoEShape
+from mok.workload import DIRECTIONS, ENGINES, PRECISIONS, RoutingSpec, Workload
+
+EXIT_MISTAKE = 2
+MAX_WORKLOAD_BYTES = 1 << 20
+
+# typer carries its own copy of click in some versions and the package in others; its public error leads to the root.
+UsageError = cast(type[Exception], typer.BadParameter.__mro__[1])
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+routing_app = typer.Typer(rich_markup_mode=None)
+app.add_typer(routing_app, name="routing")
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code. The console script and the tests call this."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        code = typer.main.get_command(app).main(given, prog_name="mok", standalone_mode=False)
+        sys.stdout.flush()
+        return code if isinstance(code, int) else 0
+    except MokError as error:
+        return _mistake(str(error), given)
+    except UsageError as error:
+        return _mistake(_usage_message(error), given)
+    except (typer.Abort, KeyboardInterrupt):
+        sys.stderr.write("mok: interrupted\n")
+        return 130
+    except BrokenPipeError:
+        # The reader of a pipe left (`mok ... | head`): nothing is wrong, and Python must not complain at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def _mistake(message: str, given: Sequence[str]) -> int:
+    if "--json" in given:
+        sys.stdout.write(json.dumps({"error": message}) + "\n")
+    else:
+        sys.stderr.write(f"mok: {message}\n")
+    return EXIT_MISTAKE
+
+
+def _usage_message(error: Any) -> str:
+    """typer's message on one line, and where to read on."""
+    message = " ".join(error.format_message().split())
+    command = error.ctx.command_path if error.ctx is not None else "mok"
+    return f"{message}{'' if message.endswith(('.', '?')) else '.'} See `{command} --help`."
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        sys.stdout.write(f"mok {mok.__version__}\n")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+) -> None:
+    r"""MoK Workbench: explore, ablate and time a deterministic mixture-of-experts training megakernel.
+
+    \b
+    Examples:
+      mok doctor
+      mok run --shape tiny --ep 4 --routing zipf:1.2
+      mok init my-notebooks
+    """
+    _help_if_alone(context)
+
+
+@routing_app.callback(invoke_without_command=True)
+def routing_root(context: typer.Context) -> None:
+    """Look into recorded routings."""
+    _help_if_alone(context)
+
+
+def _help_if_alone(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        sys.stdout.write(context.get_help() + "\n")
+        raise typer.Exit
+
+
+@app.command()
+def doctor(as_json: AsJson = False) -> None:
+    r"""List what this machine can do, and the next step where it cannot. Always exits 0.
+
+    \b
+    Examples:
+      mok doctor
+      mok doctor --json
+    """
+    from mok.session import capabilities
+
+    found = capabilities()
+    rows = [(("ok   " if c.ok else "--   ") + c.name, c.found + (f". {c.remedy}" if c.remedy else "")) for c in found]
+    _emit(rows, {"capabilities": [dataclasses.asdict(c) for c in found]}, as_json)
+
+
+@app.command()
+def run(
+    workload: Annotated[Path | None, typer.Option(help="A Workload as JSON; other options override its fields.")] = None,
+    shape: Annotated[str | None, typer.Option(help=f"{', '.join(PRESETS)}, or HxIxExK with +shared.")] = None,
+    tokens: Annotated[str | None, typer.Option(help="Tokens per rank: one number, or one per rank (256,0,128,64).")] = None,
+    ep: Annotated[int | None, typer.Option(help="Expert-parallel ranks; must divide the number of experts.")] = None,
+    routing: Annotated[
+        str | None, typer.Option(help="uniform, zipf:S, hot:N:SHARE, dirichlet:ALPHA or file:PATH[:step=S][:layer=L].")
+    ] = None,
+    precision: Annotated[str | None, typer.Option(help=" or ".join(PRECISIONS))] = None,
+    direction: Annotated[str | None, typer.Option(help=" or ".join(DIRECTIONS))] = None,
+    ranks: Annotated[str | None, typer.Option(help="all, closed or open(r).")] = None,
+    engine: Annotated[str | None, typer.Option(help=", ".join(ENGINES))] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of weights, inputs and routes.")] = None,
+    swiglu_limit: Annotated[float | None, typer.Option(help="Clamp of gate and up before SwiGLU.")] = None,
+    shared_output_gate: Annotated[bool | None, typer.Option(help="Gate on the shared expert's output.")] = None,
+    recompute: Annotated[bool | None, typer.Option(help="Recompute the forward context before backward.")] = None,
+    csrc: Annotated[str | None, typer.Option(help="Kernel source folder other than the wheel's.")] = None,
+    minibatch: Annotated[int | None, typer.Option(help="Rows per minibatch, the grain of overlap.")] = None,
+    macrobatch: Annotated[int | None, typer.Option(help="Rows of the macrobatch ring, the bound on memory.")] = None,
+    comm_sms: Annotated[int | None, typer.Option(help="Communication SMs, forward and backward.")] = None,
+    combine: Annotated[str | None, typer.Option(help="comm or epilogue: who pushes expert outputs home.")] = None,
+    row_block: Annotated[int | None, typer.Option(help="Rows an expert's rows are padded to: 128 or 256.")] = None,
+    capacity_multiplier: Annotated[float | None, typer.Option(help="Share of all routes one rank must hold.")] = None,
+    repeats: Annotated[int, typer.Option(help="Timed repeats.")] = 20,
+    as_json: AsJson = False,
+) -> None:
+    r"""Run one MoE step and report latency, TFLOP/s, digests and routing statistics.
+
+    \b
+    Examples:
+      mok run
+      mok run --shape tiny --ep 4 --routing zipf:1.2 --precision mxfp8
+      mok run --shape 512x256x32x4+shared --tokens 256,0,128,64 --ep 4
+      mok run --workload step.json --minibatch 2048 --json
+    """
+    fields = {
+        "shape": None if shape is None else parse_shape(shape),
+        "tokens": None if tokens is None else parse_tokens(tokens),
+        "routing": None if routing is None else RoutingSpec.parse(routing),
+        "ep": ep,
+        "precision": precision,
+        "direction": direction,
+        "ranks": ranks,
+        "engine": engine,
+        "seed": seed,
+        "swiglu_limit": swiglu_limit,
+        "shared_output_gate": shared_output_gate,
+        "recompute": recompute,
+        "csrc": csrc,
+    }
+    config = {
+        "minibatch_size": minibatch,
+        "macrobatch_size": macrobatch,
+        "fwd_num_comm_sms": comm_sms,
+        "bwd_num_comm_sms": comm_sms,
+        "combine": combine,
+        "row_block": row_block,
+        "schedule_capacity_multiplier": capacity_multiplier,
+    }
+    work = with_options(Workload() if workload is None else read_workload(workload), fields, config)
+    from mok import measure
+
+    measurement = measure.run(work, repeats=repeats)
+    _emit(measurement.summary_rows(), measurement.to_dict(), as_json)
+
+
+@routing_app.command("stats")
+def routing_stats(
+    file: Annotated[Path, typer.Argument(help="A recorded routing (Parquet).")],
+    step: Annotated[int | None, typer.Option(help="Training step; default: the last one.")] = None,
+    layer: Annotated[int | None, typer.Option(help="MoE layer; default: the first one.")] = None,
+    ep: Annotated[int, typer.Option(help="Expert-parallel ranks to spread the experts over.")] = 1,
+    as_json: AsJson = False,
+) -> None:
+    r"""Load per expert and rank, imbalance, padding and capacity of one recorded routing.
+
+    \b
+    Examples:
+      mok routing stats routing.parquet --ep 8
+      mok routing stats routing.parquet --step 100 --layer 1 --json
+    """
+    from mok import routing
+
+    recorded = routing.load(file)
+    stats = routing.stats(recorded.routing(step, layer), recorded.num_experts, ep)
+    load = stats.load_per_expert
+    rows = [
+        ("recorded", f"{len(recorded.steps)} steps, {len(recorded.layers)} layers, {recorded.num_experts} experts"),
+        ("routes", f"{stats.num_routes} of {stats.num_tokens} tokens x {stats.top_k}"),
+        ("busiest expert", f"{int(load.argmax())} with {int(load.max())} routes, {stats.max_over_mean_expert:.2f} x the mean"),
+        ("quietest expert", f"{int(load.argmin())} with {int(load.min())} routes"),
+        ("busiest rank", f"{stats.max_over_mean_rank:.2f} x the mean of {stats.ep}"),
+        ("gini", f"{stats.gini:.3f}"),
+        ("entropy", f"{stats.entropy:.3f}"),
+        ("padding", f"{stats.padding_share:.1%} of rows in blocks of {stats.row_block}"),
+        ("leaves its rank", f"{stats.remote_share:.1%} of routes"),
+        ("capacity needed", f"{stats.capacity_needed} rows on one rank"),
+    ]
+    _emit(rows, stats.to_dict(), as_json)
+
+
+@app.command()
+def init(folder: Annotated[Path, typer.Argument(help="Where to put the notebooks; made if it is not there.")]) -> None:
+    r"""Copy the shipped notebooks into FOLDER. Nothing that is there already is overwritten.
+
+    \b
+    Examples:
+      mok init my-notebooks
+    """
+    from mok.notebook import copy_notebooks
+
+    for path in copy_notebooks(folder):
+        sys.stdout.write(f"{path}\n")
+
+
+def parse_shape(text: str) -> MoEShape:
+    """A preset's name, or `HxIxExK` (hidden, intermediate, experts, top-k) with an optional `+shared`."""
+    sizes, plus, shared = text.partition("+")
+    parts = sizes.split("x")
+    if len(parts) == 4 and all(part.isdecimal() for part in parts):
+        require(not plus or shared == "shared", f"shape {text!r}: only '+shared' may follow the sizes.")
+        hidden, intermediate, num_experts, top_k = (int(part) for part in parts)
+        return MoEShape(hidden, intermediate, num_experts, top_k, shared=bool(plus))
+    return MoEShape.preset(text)
+
+
+def parse_tokens(text: str) -> int | tuple[int, ...]:
+    """`256`, or one number per rank: `256,0,128,64`."""
+    parts = text.split(",")
+    require(all(part.strip().isdecimal() for part in parts), f"tokens {text!r} must be numbers, as in 256 or 256,0,128,64.")
+    numbers = tuple(int(part) for part in parts)
+    return numbers[0] if len(numbers) == 1 else numbers
+
+
+def read_workload(path: Path) -> Workload:
+    """A Workload from a JSON file. Raises InputError naming the file and what is wrong with it."""
+    try:
+        require(path.stat().st_size <= MAX_WORKLOAD_BYTES, f"{path} is over {MAX_WORKLOAD_BYTES} bytes; a workload is small.")
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}.") from None
+    except ValueError as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"{path} is not JSON: {error}.") from None
+    require(isinstance(data, dict), f"{path} must hold one JSON object, as Workload.to_dict() makes it.")
+    return Workload.from_dict(data)
+
+
+def with_options(workload: Workload, fields: Mapping[str, Any], config: Mapping[str, Any]) -> Workload:
+    """`workload` with every option that was given (is not None), checked once, together."""
+    changed = {name: value for name, value in config.items() if value is not None}
+    given = {name: value for name, value in fields.items() if value is not None}
+    return workload.replace(**given, config=dataclasses.replace(workload.config, **changed))
+
+
+def _emit(rows: Sequence[tuple[str, str]], data: Mapping[str, Any], as_json: bool) -> None:
+    if as_json:
+        import msgspec
+
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(data), indent=2).decode() + "\n")
+        return
+    width = max((len(what) for what, _ in rows), default=0)
+    for what, value in rows:
+        sys.stdout.write(f"{what:<{width}}  {value}\n")
