@@ -13,7 +13,10 @@ from typing import Any
 Renderer = Callable[[Any], dict[str, Any]]
 
 _RENDERERS: dict[type, Renderer] = {}
-_VIEW_MODULES: dict[str, str] = {}
+_VIEW_MODULES: dict[str, str] = {
+    "Measurement": "mok.views.measure",
+    "AcceptanceReport": "mok.views.measure",
+}
 
 
 def register(kind: type, renderer: Renderer) -> None:

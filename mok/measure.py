@@ -1,0 +1,301 @@
+"""run(Workload) -> Measurement: the one call that notebooks, studies and benchmarks share."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from mok import acceptance, digest, engines, functional, ops, routing
+from mok.config import MoKConfig
+from mok.engines.oracle import LayerInputs
+from mok.errors import InputError, require
+from mok.groups import VirtualGroup
+from mok.measurement import Measurement, Timing
+from mok.session.device import device_facts, memory_bytes
+from mok.shapes import MoEShape
+from mok.workload import Workload
+
+Tensor = torch.Tensor
+
+OUTPUTS = (
+    "d_x",
+    "d_router_weights",
+    "d_w_routed_gate",
+    "d_w_routed_up",
+    "d_w_routed_down",
+    "d_w_shared_gate",
+    "d_w_shared_up",
+    "d_w_shared_down",
+    "d_shared_output_gate_weight",
+)
+MEMORY_SHARE = 0.8  # of physical memory a CPU run may plan to use
+BYTES_PER_PARAMETER = 6  # bf16 weight, bf16 gradient, and the f32 copies of the experts in flight
+
+
+def layer_of(workload: Workload) -> tuple[MoEShape, VirtualGroup]:
+    """The shape and group a workload runs on here: its own, or one rank's closed slice (E/EP experts, one rank)."""
+    shape = workload.shape
+    if workload.ranks != "closed":
+        return shape, VirtualGroup(workload.ep, workload.token_counts, workload.open_rank)
+    local = shape.num_experts // workload.ep
+    require(
+        shape.top_k <= local,
+        f"ranks='closed' needs top_k <= experts per rank, got top_k={shape.top_k} and {local} experts; lower ep.",
+    )
+    return MoEShape(shape.hidden, shape.intermediate, local, shape.top_k, shape.shared), VirtualGroup(1)
+
+
+def make_inputs(workload: Workload, device: torch.device | str = "cpu") -> LayerInputs:
+    """Tensors of a workload, from its seed alone: x and d_out ~ N(0,1) bf16, weights scaled by fan_in^-0.5, routes by its spec.
+
+    Packed over ranks (VirtualGroup). Made on the CPU, so that every device gets the same bits. Raises InputError when
+    the machine cannot hold them.
+    """
+    shape, group = layer_of(workload)
+    num_tokens = workload.token_counts[0] if workload.ranks == "closed" else sum(workload.token_counts)
+    _check_memory(shape, num_tokens)
+    generator = torch.Generator().manual_seed(workload.seed)
+    routes = routing.generate(workload.routing, num_tokens, shape.num_experts, shape.top_k, seed=workload.seed)
+
+    def normal(*size: int, scale: float = 1.0) -> Tensor:
+        return (torch.randn(size, generator=generator) * scale).to(torch.bfloat16).to(device)
+
+    hidden, inner, experts = shape.hidden, shape.intermediate, shape.num_experts
+    wide, tall = hidden**-0.5, inner**-0.5
+    shared = (normal(inner, hidden, scale=wide), normal(inner, hidden, scale=wide), normal(hidden, inner, scale=tall))
+    return LayerInputs(
+        normal(num_tokens, hidden),
+        routes.top_experts.to(device),
+        routes.weights.to(device),
+        *(shared if shape.shared else (None, None, None)),
+        normal(experts, inner, hidden, scale=wide),
+        normal(experts, inner, hidden, scale=wide),
+        normal(experts, hidden, inner, scale=tall),
+        d_out=normal(num_tokens, hidden),
+        swiglu_limit=workload.swiglu_limit,
+        shared_output_gate_weight=normal(1, hidden, scale=wide) if workload.shared_output_gate else None,
+        token_counts=group.split(num_tokens),
+    )
+
+
+def _check_memory(shape: MoEShape, num_tokens: int) -> None:
+    have = memory_bytes()
+    need = shape.parameters() * BYTES_PER_PARAMETER + num_tokens * shape.top_k * shape.hidden * 8
+    if have is not None and need > have * MEMORY_SHARE:
+        raise InputError(
+            f"this workload needs about {need / 2**30:.0f} GiB and the machine has {have / 2**30:.0f}; "
+            "use ranks='closed' with a larger ep (one rank's slice), fewer tokens, or a smaller shape."
+        )
+
+
+@dataclass
+class Step:
+    """A workload ready to run: workspace, inputs and quantised weights made once, phases callable one by one."""
+
+    workload: Workload
+    inputs: LayerInputs
+    workspace: Any
+    num_experts: int
+    forward_weights: tuple[Any, ...]
+    backward_weights: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, workload: Workload, inputs: LayerInputs) -> Step:
+        """Make the workspace and quantise the weights of `workload`."""
+        shape, group = layer_of(workload)
+        num_tokens = inputs.x.shape[0]
+        workspace = functional.create_workspace(
+            workload.config,
+            group,
+            device=inputs.x.device,
+            num_local_tokens=num_tokens,
+            hidden_size=shape.hidden,
+            topk=shape.top_k,
+        )
+        weights = (inputs.w_routed_gate, inputs.w_routed_up, inputs.w_routed_down)
+        forward: tuple[Any, ...] = weights
+        backward: tuple[Any, ...] = weights
+        if workload.precision == "mxfp8":
+            quantized = [ops.mxfp8_quantize(w, True, True) for w in weights]
+            forward = tuple(q[:2] for q in quantized)
+            backward = (quantized[0], quantized[1], quantized[2][2:])
+        return cls(workload, inputs, workspace, shape.num_experts, forward, backward)
+
+    @property
+    def config(self) -> MoKConfig:
+        """The workload's configuration."""
+        return self.workload.config
+
+    @property
+    def shared(self) -> tuple[Tensor | None, ...]:
+        """Shared gate, up, down, or three None."""
+        return self.inputs.w_shared_gate, self.inputs.w_shared_up, self.inputs.w_shared_down
+
+    def schedule(self) -> Any:
+        """Gather routes and build the schedule."""
+        return functional.build_schedule(self.workspace, self.config, self.inputs.top_experts, num_local_experts=self.num_experts)
+
+    def forward(self, schedule: Any) -> tuple[Tensor, Any]:
+        """(out, context); no context when the workload has no backward or recomputes it."""
+        keep = self.workload.direction == "step" and not self.workload.recompute
+        return functional.forward(
+            self.config,
+            self.workspace,
+            schedule,
+            self.inputs.x,
+            self.inputs.router_weights,
+            *self.shared,
+            *self.forward_weights,
+            self.workload.swiglu_limit,
+            save_context=keep,
+            shared_output_gate_weight=self.inputs.shared_output_gate_weight,
+        )
+
+    def backward(self, schedule: Any, context: Any) -> tuple[Tensor | None, ...]:
+        """All gradients, recomputing the context first when it was not saved."""
+        limit = self.workload.swiglu_limit
+        if context is None:
+            context = functional.recompute_forward_context(
+                self.config,
+                self.workspace,
+                schedule,
+                self.inputs.x,
+                *self.shared[:2],
+                *self.forward_weights[:2],
+                limit,
+            )
+        assert self.inputs.d_out is not None
+        return functional.backward(
+            self.config,
+            self.workspace,
+            schedule,
+            context,
+            self.inputs.d_out,
+            self.inputs.x,
+            self.inputs.router_weights,
+            *self.shared,
+            *self.backward_weights,
+            limit,
+            shared_output_gate_weight=self.inputs.shared_output_gate_weight,
+        )
+
+
+class _Clock:
+    """Elapsed ns of a call: CUDA events where the work is asynchronous, the process clock where it is not."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.cuda = device.type == "cuda"
+
+    def time(self, call: Callable[[], Any]) -> tuple[int, Any]:
+        if not self.cuda:
+            start = time.perf_counter_ns()
+            result = call()
+            return time.perf_counter_ns() - start, result
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        result = call()
+        end.record()
+        end.synchronize()
+        return int(begin.elapsed_time(end) * 1e6), result
+
+
+def run(workload: Workload, *, repeats: int = 20, warmup: int = 2, check: bool = False, device: str | None = None) -> Measurement:
+    """Run a workload `warmup + repeats` times and report latency, digests and routing statistics.
+
+    device: "cpu" or "cuda" (default: CUDA if there is one). check: also compare with the float64 oracle under the
+    rules of `mok.acceptance` (small shapes; not for ranks="open(r)", whose output is incomplete). Raises InputError,
+    CapabilityError for an engine that is not there, and the named error of a fault (capacity, ids, time-out).
+    """
+    require(repeats >= 1 and warmup >= 0, f"repeats must be >= 1 and warmup >= 0, got {repeats} and {warmup}.")
+    require(not check or workload.open_rank is None, "check=True needs a complete output; ranks='open(r)' has none.")
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    engine = engines.resolve(workload.engine, torch.device(device).type)
+    with engines.use(engine):
+        inputs = make_inputs(workload, device)
+        step = Step.of(workload, inputs)
+        samples, results, same = _repeat(step, _Clock(torch.device(device)), repeats, warmup)
+        step.workspace.check()
+    shape, group = layer_of(workload)
+    report = None
+    if check:
+        on_cpu = {name: value.cpu() for name, value in results.items()}
+        expected = make_inputs(workload)
+        if workload.direction == "forward":
+            expected = dataclasses.replace(expected, d_out=None)
+        report = acceptance.accept(on_cpu, expected, workload.precision)
+    routes = routing.Routing(inputs.top_experts.cpu(), inputs.router_weights.cpu())
+    counts = group.split(inputs.x.shape[0])
+    statistics = routing.stats(
+        routes, shape.num_experts, group.ep, workload.config.row_block, token_counts=counts, hidden=shape.hidden
+    )
+    return Measurement(
+        workload=workload,
+        engine=engine,
+        device_label=_label(device),
+        timings={phase: Timing(np.asarray(values, dtype=np.int64)) for phase, values in samples.items()},
+        flops=_flops(workload, shape, statistics, samples),
+        digests=digest.digests(results),
+        same_bits=same,
+        routing=statistics,
+        device=device_facts(),
+        errors=_errors(report) if report is not None else {},
+        acceptance=report,
+    )
+
+
+def _repeat(step: Step, clock: _Clock, repeats: int, warmup: int) -> tuple[dict[str, list[int]], dict[str, Tensor], bool]:
+    """(phase -> samples in ns, tensors of the first run, whether all runs gave its bits)."""
+    backward = step.workload.direction == "step"
+    samples: dict[str, list[int]] = {"schedule": [], "forward": []}
+    if backward:
+        samples |= {"backward": [], "step": []}
+    first: dict[str, Tensor] = {}
+    expected: dict[str, str] = {}
+    same = True
+    for index in range(warmup + repeats):
+        schedule_ns, schedule = clock.time(step.schedule)
+        forward_ns, (out, context) = clock.time(lambda s=schedule: step.forward(s))
+        results: dict[str, Tensor | None] = {"out": out}
+        times = {"schedule": schedule_ns, "forward": forward_ns}
+        if backward:
+            backward_ns, gradients = clock.time(lambda s=schedule, c=context: step.backward(s, c))
+            results |= dict(zip(OUTPUTS, gradients, strict=False))
+            times |= {"backward": backward_ns, "step": forward_ns + backward_ns}
+        found = digest.digests(results)
+        if not expected:
+            expected = found
+            first = {name: value for name, value in results.items() if value is not None}
+        same = same and found == expected
+        if index >= warmup:
+            for phase, value in times.items():
+                samples[phase].append(value)
+    return samples, first, same
+
+
+def _flops(workload: Workload, shape: MoEShape, statistics: Any, samples: dict[str, list[int]]) -> dict[str, int]:
+    """FLOPs of the phases that were timed: rows of the rank(s) that ran, and their shared rows."""
+    rows, tokens = statistics.num_routes, statistics.num_tokens
+    if workload.open_rank is not None:
+        rows = int(statistics.load_per_rank[workload.open_rank])
+        tokens = int(statistics.token_counts[workload.open_rank])
+    forward = shape.forward_flops(rows, tokens)
+    flops = {"forward": forward, "backward": 2 * forward, "step": 3 * forward}
+    return {phase: value for phase, value in flops.items() if phase in samples}
+
+
+def _errors(report: acceptance.AcceptanceReport) -> dict[str, float]:
+    """Relative L2 error of every tensor; for the router gradient the median error over its terms' size."""
+    found = {row.tensor: row.ours for row in report.rows() if row.check in ("l2", "median")}
+    return found | {row.tensor: row.ours for row in report.rows() if row.check == "tensor"}
+
+
+def _label(device: str) -> str:
+    if torch.device(device).type == "cuda":
+        return torch.cuda.get_device_name(torch.device(device))
+    return f"CPU, {torch.get_num_threads()} threads"

@@ -1,0 +1,123 @@
+"""Measurement: what one run of a Workload yields, with everything needed to judge or repeat it."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mok import display
+from mok.workload import Workload
+
+Samples = npt.NDArray[np.int64]
+NS_PER_MS = 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Samples of one phase in nanoseconds, i64 [n], in the order they were taken."""
+
+    samples_ns: Samples
+
+    @property
+    def median_ms(self) -> float:
+        """Median in milliseconds."""
+        return float(np.median(self.samples_ns)) / NS_PER_MS
+
+    @property
+    def spread_ms(self) -> tuple[float, float]:
+        """25th and 75th percentile in milliseconds."""
+        low, high = np.percentile(self.samples_ns, [25, 75])
+        return float(low) / NS_PER_MS, float(high) / NS_PER_MS
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Measurement:
+    """Latency, digests and routing statistics of one Workload on one engine and device.
+
+    timings: phase ("schedule", "forward", "backward", "step") -> Timing. flops: phase -> floating-point operations of
+    the rows really routed, padding left out (6*rows*H*I forward, twice that backward). digests: tensor -> 32 hex
+    digits. same_bits: every repeat gave the same digests. routing: `RoutingStats` of the workload. errors: tensor ->
+    relative L2 error against the float64 oracle, and acceptance: the `AcceptanceReport`, both only if checked.
+    """
+
+    workload: Workload
+    engine: str
+    device_label: str
+    timings: dict[str, Timing]
+    flops: dict[str, int]
+    digests: dict[str, str]
+    same_bits: bool
+    routing: Any
+    device: dict[str, Any]
+    errors: dict[str, float] = field(default_factory=dict)
+    acceptance: Any = None
+    trace: Any = None
+
+    @property
+    def accepted(self) -> bool | None:
+        """Verdict of the check against the float64 oracle; None if there was none."""
+        return None if self.acceptance is None else bool(self.acceptance.ok)
+
+    def tflops(self, phase: str) -> float:
+        """Achieved TFLOP/s of a phase."""
+        return self.flops[phase] / (self.timings[phase].median_ms * 1e-3) / 1e12
+
+    def summary_rows(self) -> list[tuple[str, str]]:
+        """(what, value) rows for a table: workload, engine, latency, rate, bits, balance."""
+        work = self.workload
+        shape = work.shape
+        rows = [
+            ("layer", f"H {shape.hidden}, I {shape.intermediate}, {shape.num_experts} experts, top-{shape.top_k}"
+             f"{', shared expert' if shape.shared else ''}"),
+            ("workload", f"{sum(work.token_counts)} tokens over EP {work.ep} ({work.ranks}), {work.routing}, {work.precision}, seed {work.seed}"),
+            ("engine", f"{self.engine} on {self.device_label}"),
+        ]  # fmt: skip
+        for phase, timing in self.timings.items():
+            low, high = timing.spread_ms
+            rate = f", {self.tflops(phase):.3g} TFLOP/s" if phase in self.flops else ""
+            rows.append((f"{phase} ms", f"{timing.median_ms:.3f} [{low:.3f}, {high:.3f}] of {len(timing.samples_ns)}{rate}"))
+        rows.append(("same bits every repeat", "yes" if self.same_bits else "NO"))
+        stats = self.routing
+        rows.append(("load max/mean", f"expert {stats.max_over_mean_expert:.2f}, rank {stats.max_over_mean_rank:.2f}"))
+        rows.append(("padding share", f"{stats.padding_share:.1%} of rows"))
+        if self.accepted is not None:
+            worst = max(self.errors, key=lambda name: self.errors[name])
+            rows.append(("float64 oracle", f"{'accepted' if self.accepted else 'REJECTED'}, worst {worst} {self.errors[worst]:.2e}"))
+        return rows
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready data: samples in ns, digests, statistics, device facts."""
+        return {
+            "workload": self.workload.to_dict(),
+            "workload_key": self.workload.key(),
+            "engine": self.engine,
+            "device_label": self.device_label,
+            "timings": {
+                phase: {"median_ms": t.median_ms, "spread_ms": list(t.spread_ms), "samples_ns": t.samples_ns.tolist()}
+                for phase, t in self.timings.items()
+            },
+            "flops": dict(self.flops),
+            "tflops": {phase: self.tflops(phase) for phase in self.flops},
+            "digests": dict(self.digests),
+            "same_bits": self.same_bits,
+            "routing": self.routing.to_dict(),
+            "device": self.device,
+            "errors": dict(self.errors),
+            "accepted": self.accepted,
+        }
+
+    def __repr__(self) -> str:
+        """Engine, device and the phases' medians in one line."""
+        phases = ", ".join(f"{phase} {timing.median_ms:.3f} ms" for phase, timing in self.timings.items())
+        bits = "same bits" if self.same_bits else "BITS DIFFER"
+        return f"Measurement({self.engine} on {self.device_label}: {phases}; {bits}; {self.workload.routing}, EP {self.workload.ep})"
+
+    _repr_mimebundle_ = display.bundle
+
+    def replace(self, **changes: Any) -> Measurement:
+        """A copy with `changes`."""
+        return dataclasses.replace(self, **changes)

@@ -1,0 +1,1 @@
+"""Figures and widgets: they draw tables and compute nothing."""
