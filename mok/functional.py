@@ -38,7 +38,7 @@ __all__ = [
 Tensor = torch.Tensor
 
 _IDS = (torch.int64, torch.int32)
-_BF16 = (torch.bfloat16,)
+INT32_MAX = 2**31 - 1
 
 
 def build_schedule(
@@ -58,7 +58,8 @@ def build_schedule(
             workspace.topk <= per_rank * ranks.size,
             f"topk={workspace.topk} exceeds the group's {per_rank * ranks.size} experts.",
         )
-        routes_of = {r: top_experts[step.span(counts, r)].to(torch.int32).contiguous() for r in counts}
+        ids = top_experts.clamp(-2, INT32_MAX).to(torch.int32)  # an id beyond int32 must stay invalid, not wrap into range
+        routes_of = {r: ids[step.span(counts, r)].contiguous() for r in counts}
         for r, routes in routes_of.items():
             ops.all_gather_top_experts(routes, workspace.topk_all, workspace.token_counts, r, workspace.handle)
         capacity = config.capacity(workspace.max_tokens, workspace.topk, ranks.size, per_rank)

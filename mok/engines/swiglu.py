@@ -43,7 +43,7 @@ def row_sum(values: Tensor) -> Tensor:
     rows, columns = values.shape
     if columns % COLUMN_BLOCK:
         values = torch.nn.functional.pad(values, (0, COLUMN_BLOCK - columns % COLUMN_BLOCK))
-    part = values.reshape(rows, -1, COLUMN_BLOCK)
+    part = values.reshape(rows, values.shape[1] // COLUMN_BLOCK, COLUMN_BLOCK)
     while part.shape[-1] > 1:
         half = part.shape[-1] // 2
         part = part[..., :half] + part[..., half:]
