@@ -20,4 +20,5 @@ def gate_up_block(math: type[operands.Bf16], rows: Tensor, gate_up: Tensor) -> t
 def padded_blocks(rows: Tensor) -> Tensor:
     """Rows [T, N] as zero-padded blocks [ceil(T/128), 128, N]."""
     missing = -len(rows) % TILE_ROWS
-    return torch.nn.functional.pad(rows, (0, 0, 0, missing)).view(-1, TILE_ROWS, rows.shape[1])
+    padded = torch.nn.functional.pad(rows, (0, 0, 0, missing))
+    return padded.view(len(padded) // TILE_ROWS, TILE_ROWS, rows.shape[1])

@@ -125,7 +125,7 @@ def forward_epilogue(
 ) -> Tensor:
     """bf16 [T, H] = y_shared + sum over k, ascending, of w_k * y_k in f32; entries with id -1 are never read."""
     num_tokens, top_k = topk_weights.shape
-    slots = combine[: num_tokens * top_k].view(num_tokens, top_k, -1)
+    slots = combine[: num_tokens * top_k].view(num_tokens, top_k, combine.shape[1])
     total = _start(y_shared, num_tokens, slots)
     for k in k_order(top_k):
         term = topk_weights[:, k, None] * slots[:, k].float()
@@ -138,7 +138,7 @@ def backward_epilogue(
 ) -> Tensor:
     """bf16 [T, H] = d_x_shared + sum over k, ascending, of d_x_k in f32; entries with id -1 are never read."""
     num_tokens = d_x_routed.shape[0] // top_k
-    slots = d_x_routed.view(num_tokens, top_k, -1)
+    slots = d_x_routed.view(num_tokens, top_k, d_x_routed.shape[1])
     total = _start(d_x_shared, num_tokens, slots)
     for k in k_order(top_k):
         term = slots[:, k].float()
