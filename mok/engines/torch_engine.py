@@ -174,9 +174,7 @@ def _shared_gate_up(x: Tensor, shared: tuple[Tensor, ...] | None) -> tuple[Tenso
     return gate, up
 
 
-def _shared_forward(
-    x: Tensor, shared: tuple[Tensor, ...] | None, limit: float | None
-) -> tuple[Tensor, Tensor, Tensor]:
+def _shared_forward(x: Tensor, shared: tuple[Tensor, ...] | None, limit: float | None) -> tuple[Tensor, Tensor, Tensor]:
     """(gate_shared, up_shared, y_shared); without a shared expert empty, empty and bf16 [0]. Shared stays BF16."""
     gate, up = _shared_gate_up(x, shared)
     if shared is None:
