@@ -21,6 +21,7 @@ from mok.errors import InputError, MokError, require
 from mok.shapes import PRESETS, MoEShape
 from mok.workload import DIRECTIONS, ENGINES, PRECISIONS, RoutingSpec, Workload
 
+EXIT_WRONG = 1
 EXIT_MISTAKE = 2
 MAX_WORKLOAD_BYTES = 1 << 20
 
@@ -51,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         # The reader of a pipe left (`mok ... | head`): nothing is wrong, and Python must not complain at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
+        return 1
 
 
 def _mistake(message: str, given: Sequence[str]) -> int:
@@ -80,7 +81,7 @@ def root(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
 ) -> None:
-    r"""MoK Workbench: explore, ablate and time a deterministic mixture-of-experts training megakernel.
+    """MoK Workbench: explore, ablate and time a deterministic mixture-of-experts training megakernel.
 
     \b
     Examples:
@@ -105,7 +106,7 @@ def _help_if_alone(context: typer.Context) -> None:
 
 @app.command()
 def doctor(as_json: AsJson = False) -> None:
-    r"""List what this machine can do, and the next step where it cannot. Always exits 0.
+    """List what this machine can do, and the next step where it cannot. Always exits 0.
 
     \b
     Examples:
@@ -144,16 +145,19 @@ def run(
     row_block: Annotated[int | None, typer.Option(help="Rows an expert's rows are padded to: 128 or 256.")] = None,
     capacity_multiplier: Annotated[float | None, typer.Option(help="Share of all routes one rank must hold.")] = None,
     repeats: Annotated[int, typer.Option(help="Timed repeats.")] = 20,
+    check: Annotated[
+        bool, typer.Option("--check", help="Judge the results against the float64 oracle; exit 1 if they fail.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
-    r"""Run one MoE step and report latency, TFLOP/s, digests and routing statistics.
+    """Run one MoE step and report latency, TFLOP/s, digests and routing statistics.
 
     \b
     Examples:
       mok run
       mok run --shape tiny --ep 4 --routing zipf:1.2 --precision mxfp8
       mok run --shape 512x256x32x4+shared --tokens 256,0,128,64 --ep 4
-      mok run --workload step.json --minibatch 2048 --json
+      mok run --workload step.json --minibatch 2048 --check --json
     """
     fields = {
         "shape": None if shape is None else parse_shape(shape),
@@ -182,8 +186,10 @@ def run(
     work = with_options(Workload() if workload is None else read_workload(workload), fields, config)
     from mok import measure
 
-    measurement = measure.run(work, repeats=repeats)
+    measurement = measure.run(work, repeats=repeats, check=check)
     _emit(measurement.summary_rows(), measurement.to_dict(), as_json)
+    if measurement.accepted is False:
+        raise typer.Exit(EXIT_WRONG)
 
 
 @routing_app.command("stats")
@@ -194,7 +200,7 @@ def routing_stats(
     ep: Annotated[int, typer.Option(help="Expert-parallel ranks to spread the experts over.")] = 1,
     as_json: AsJson = False,
 ) -> None:
-    r"""Load per expert and rank, imbalance, padding and capacity of one recorded routing.
+    """Load per expert and rank, imbalance, padding and capacity of one recorded routing.
 
     \b
     Examples:
@@ -223,7 +229,7 @@ def routing_stats(
 
 @app.command()
 def init(folder: Annotated[Path, typer.Argument(help="Where to put the notebooks; made if it is not there.")]) -> None:
-    r"""Copy the shipped notebooks into FOLDER. Nothing that is there already is overwritten.
+    """Copy the shipped notebooks into FOLDER. Nothing that is there already is overwritten.
 
     \b
     Examples:
