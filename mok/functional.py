@@ -41,9 +41,7 @@ _IDS = (torch.int64, torch.int32)
 INT32_MAX = 2**31 - 1
 
 
-def build_schedule(
-    workspace: MoKWorkspace, config: MoKConfig, top_experts: Tensor, *, num_local_experts: int
-) -> Schedule:
+def build_schedule(workspace: MoKWorkspace, config: MoKConfig, top_experts: Tensor, *, num_local_experts: int) -> Schedule:
     """Gather all routes and build every local rank's schedule, without the host reading a count.
 
     top_experts i64 or i32 [T, K], -1 = no route. Raises InputError for what the host can judge; an id out of range or
@@ -66,7 +64,13 @@ def build_schedule(
         schedules = []
         for r in ranks.local:
             tables = ops.schedule(
-                workspace.topk_all, per_rank, capacity, r, workspace.token_counts, row_block=config.row_block, fault=workspace.fault
+                workspace.topk_all,
+                per_rank,
+                capacity,
+                r,
+                workspace.token_counts,
+                row_block=config.row_block,
+                fault=workspace.fault,
             )
             schedules.append(MoKSchedule(*tables, routes_of[r], workspace.token_counts.clone()))
         return schedules[0] if ranks.virtual is None else VirtualSchedule(tuple(schedules))
@@ -139,7 +143,9 @@ def forward(
                 gates.append(gate)
             rows = step.span(counts, r)
             slots = workspace.combine[r][: counts[r] * workspace.topk]
-            outputs.append(ops.fwd_epilogue(y_shared, slots, router_weights[rows], step.visible(part, workspace, r), part.num_tokens))
+            outputs.append(
+                ops.fwd_epilogue(y_shared, slots, router_weights[rows], step.visible(part, workspace, r), part.num_tokens)
+            )
         context_out = None
         if save_context:
             keep = (tuple(gated), tuple(gates)) if shared_output_gate_weight is not None else (None, None)
@@ -271,9 +277,7 @@ def backward(
             slots = workspace.d_x_routed[r][: counts[r] * workspace.topk]
             d_x.append(ops.bwd_epilogue(d_x_shared, slots, workspace.topk, seen, part.num_tokens))
             d_router.append(step.router_gradient(workspace.d_router_weight[r][: counts[r]], seen, part.num_tokens))
-        routed_grads = [
-            None if mains[i] is not None else step.packed([p[1 + i] for p in parts]) for i in range(3)
-        ]
+        routed_grads = [None if mains[i] is not None else step.packed([p[1 + i] for p in parts]) for i in range(3)]
         shared_grads = [
             None if mains[3 + i] is not None or not shared else step.summed([p[4 + i] for p in parts]) for i in range(3)
         ]

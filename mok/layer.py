@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from mok import functional, ops
 from mok.config import MoKConfig
 from mok.errors import WorkspaceError, require, unknown_name
-from mok.groups import VirtualGroup
+from mok.groups import VirtualGroup, ranks_of
 from mok.routing import Routing, sigmoid_group_topk, softmax_topk
 from mok.schedule import MoKSchedule, VirtualSchedule
 from mok.shapes import MoEShape
@@ -46,7 +46,9 @@ class _Experts(torch.autograd.Function):
     """Schedule, forward and backward of the experts; one backward per forward, no double backward."""
 
     @staticmethod
-    def forward(ctx: Any, settings: _Settings, top_experts: Tensor, x: Tensor, router_weights: Tensor, *weights: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, settings: _Settings, top_experts: Tensor, x: Tensor, router_weights: Tensor, *weights: Tensor | None
+    ) -> Tensor:
         s = settings
         sg, su, sd, rg, ru, rd, gate = weights
         schedule = functional.build_schedule(s.workspace, s.config, top_experts, num_local_experts=s.num_experts)
@@ -76,7 +78,7 @@ class _Experts(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         s = ctx.settings
         if not torch.compiler.is_compiling():
@@ -89,9 +91,9 @@ class _Experts(torch.autograd.Function):
         parts, context = _unflatten(saved, ctx.layout)
         schedule = VirtualSchedule(parts) if ctx.virtual else parts[0]
         if context is None:
-            gate_up = _forward_weights(s.precision, rg, ru, rd)[:2]
+            gate_weight, up_weight, _ = _forward_weights(s.precision, rg, ru, rd)
             context = functional.recompute_forward_context(
-                s.config, s.workspace, schedule, x, sg, su, *gate_up, s.swiglu_limit
+                s.config, s.workspace, schedule, x, sg, su, gate_weight, up_weight, s.swiglu_limit
             )
         grads = functional.backward(
             s.config,
@@ -114,13 +116,14 @@ class _Experts(torch.autograd.Function):
         return None, None, d_x, d_router, d_sg, d_su, d_sd, d_rg, d_ru, d_rd, d_gate
 
 
-def _forward_weights(precision: str, gate: Any, up: Any, down: Any) -> tuple[Any, ...]:
+def _forward_weights(precision: str, gate: Any, up: Any, down: Any) -> tuple[Any, Any, Any]:
     if precision == "bf16":
         return gate, up, down
-    return tuple(ops.mxfp8_quantize(w, True, False)[:2] for w in (gate, up, down))
+    gate, up, down = (ops.mxfp8_quantize(w, True, False)[:2] for w in (gate, up, down))
+    return gate, up, down
 
 
-def _backward_weights(precision: str, gate: Any, up: Any, down: Any) -> tuple[Any, ...]:
+def _backward_weights(precision: str, gate: Any, up: Any, down: Any) -> tuple[Any, Any, Any]:
     """Quantised again from the same bits rather than kept: the copies of one layer would double its weights."""
     if precision == "bf16":
         return gate, up, down
@@ -144,7 +147,14 @@ class _Layout:
 def _flatten(parts: tuple[MoKSchedule, ...], context: MoKForwardContext | None) -> tuple[list[Tensor], _Layout]:
     flat: list[Tensor] = []
     for part in parts:
-        flat += [part.peer_rank, part.peer_token_idx, part.num_tokens, part.tokens_per_expert, part.top_experts, part.token_counts]
+        flat += [
+            part.peer_rank,
+            part.peer_token_idx,
+            part.num_tokens,
+            part.tokens_per_expert,
+            part.top_experts,
+            part.token_counts,
+        ]
     if context is None:
         return flat, _Layout(len(parts), None, 0, False)
     for tensors in context.tensors:
@@ -178,7 +188,7 @@ class _RouterLogits(torch.autograd.Function):
         return logits
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, d_logits: Tensor) -> tuple[Tensor, Tensor]:
         x, weight = ctx.saved_tensors
         d_x, d_weight = ops.router_logits_bwd(d_logits.contiguous(), x, weight)
@@ -227,8 +237,10 @@ class MoELayer(nn.Module):
         require(virtual or max_tokens is not None, "a MoELayer on a process group needs max_tokens, equal on all ranks.")
         self.max_tokens = max_tokens or 0
         self.grows = max_tokens is None
-        world = 1 if virtual else torch.distributed.get_world_size(self.group)
-        require(shape.num_experts % world == 0, f"num_experts={shape.num_experts} must be divisible by the group's {world} ranks.")
+        world = ranks_of(self.group).size if not virtual else 1
+        require(
+            shape.num_experts % world == 0, f"num_experts={shape.num_experts} must be divisible by the group's {world} ranks."
+        )
         experts = shape.num_experts // world
         hidden, inner = shape.hidden, shape.intermediate
 

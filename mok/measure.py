@@ -6,6 +6,7 @@ import dataclasses
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -73,7 +74,9 @@ def make_inputs(workload: Workload, device: torch.device | str = "cpu") -> Layer
         normal(num_tokens, hidden),
         routes.top_experts.to(device),
         routes.weights.to(device),
-        *(shared if shape.shared else (None, None, None)),
+        shared[0] if shape.shared else None,
+        shared[1] if shape.shared else None,
+        shared[2] if shape.shared else None,
         normal(experts, inner, hidden, scale=wide),
         normal(experts, inner, hidden, scale=wide),
         normal(experts, hidden, inner, scale=tall),
@@ -102,8 +105,8 @@ class Step:
     inputs: LayerInputs
     workspace: Any
     num_experts: int
-    forward_weights: tuple[Any, ...]
-    backward_weights: tuple[Any, ...]
+    forward_weights: tuple[Any, Any, Any]
+    backward_weights: tuple[Any, Any, Any]
 
     @classmethod
     def of(cls, workload: Workload, inputs: LayerInputs) -> Step:
@@ -119,12 +122,12 @@ class Step:
             topk=shape.top_k,
         )
         weights = (inputs.w_routed_gate, inputs.w_routed_up, inputs.w_routed_down)
-        forward: tuple[Any, ...] = weights
-        backward: tuple[Any, ...] = weights
+        forward: tuple[Any, Any, Any] = weights
+        backward: tuple[Any, Any, Any] = weights
         if workload.precision == "mxfp8":
-            quantized = [ops.mxfp8_quantize(w, True, True) for w in weights]
-            forward = tuple(q[:2] for q in quantized)
-            backward = (quantized[0], quantized[1], quantized[2][2:])
+            gate, up, down = (ops.mxfp8_quantize(w, True, True) for w in weights)
+            forward = (gate[:2], up[:2], down[:2])
+            backward = (gate, up, down[2:])
         return cls(workload, inputs, workspace, shape.num_experts, forward, backward)
 
     @property
@@ -133,7 +136,7 @@ class Step:
         return self.workload.config
 
     @property
-    def shared(self) -> tuple[Tensor | None, ...]:
+    def shared(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Shared gate, up, down, or three None."""
         return self.inputs.w_shared_gate, self.inputs.w_shared_up, self.inputs.w_shared_down
 
@@ -166,8 +169,10 @@ class Step:
                 self.workspace,
                 schedule,
                 self.inputs.x,
-                *self.shared[:2],
-                *self.forward_weights[:2],
+                self.inputs.w_shared_gate,
+                self.inputs.w_shared_up,
+                self.forward_weights[0],
+                self.forward_weights[1],
                 limit,
             )
         assert self.inputs.d_out is not None
@@ -197,7 +202,7 @@ class _Clock:
             start = time.perf_counter_ns()
             result = call()
             return time.perf_counter_ns() - start, result
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         begin.record()
         result = call()
         end.record()
@@ -260,11 +265,11 @@ def _repeat(step: Step, clock: _Clock, repeats: int, warmup: int) -> tuple[dict[
     same = True
     for index in range(warmup + repeats):
         schedule_ns, schedule = clock.time(step.schedule)
-        forward_ns, (out, context) = clock.time(lambda s=schedule: step.forward(s))
+        forward_ns, (out, context) = clock.time(partial(step.forward, schedule))
         results: dict[str, Tensor | None] = {"out": out}
         times = {"schedule": schedule_ns, "forward": forward_ns}
         if backward:
-            backward_ns, gradients = clock.time(lambda s=schedule, c=context: step.backward(s, c))
+            backward_ns, gradients = clock.time(partial(step.backward, schedule, context))
             results |= dict(zip(OUTPUTS, gradients, strict=False))
             times |= {"backward": backward_ns, "step": forward_ns + backward_ns}
         found = digest.digests(results)

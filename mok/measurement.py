@@ -73,7 +73,8 @@ class Measurement:
         rows = [
             ("layer", f"H {shape.hidden}, I {shape.intermediate}, {shape.num_experts} experts, top-{shape.top_k}"
              f"{', shared expert' if shape.shared else ''}"),
-            ("workload", f"{sum(work.token_counts)} tokens over EP {work.ep} ({work.ranks}), {work.routing}, {work.precision}, seed {work.seed}"),
+            ("workload", f"{sum(work.token_counts)} tokens over EP {work.ep} ({work.ranks}), {work.routing}, "
+             f"{work.precision}, seed {work.seed}"),
             ("engine", f"{self.engine} on {self.device_label}"),
         ]  # fmt: skip
         for phase, timing in self.timings.items():
@@ -86,7 +87,9 @@ class Measurement:
         rows.append(("padding share", f"{stats.padding_share:.1%} of rows"))
         if self.accepted is not None:
             worst = max(self.errors, key=lambda name: self.errors[name])
-            rows.append(("float64 oracle", f"{'accepted' if self.accepted else 'REJECTED'}, worst {worst} {self.errors[worst]:.2e}"))
+            rows.append(
+                ("float64 oracle", f"{'accepted' if self.accepted else 'REJECTED'}, worst {worst} {self.errors[worst]:.2e}")
+            )
         return rows
 
     def to_dict(self) -> dict[str, Any]:
@@ -114,7 +117,9 @@ class Measurement:
         """Engine, device and the phases' medians in one line."""
         phases = ", ".join(f"{phase} {timing.median_ms:.3f} ms" for phase, timing in self.timings.items())
         bits = "same bits" if self.same_bits else "BITS DIFFER"
-        return f"Measurement({self.engine} on {self.device_label}: {phases}; {bits}; {self.workload.routing}, EP {self.workload.ep})"
+        return (
+            f"Measurement({self.engine} on {self.device_label}: {phases}; {bits}; {self.workload.routing}, EP {self.workload.ep})"
+        )
 
     _repr_mimebundle_ = display.bundle
 

@@ -85,7 +85,10 @@ def schedule(
         token_counts = torch.full((topk_all.shape[0],), topk_all.shape[1], dtype=torch.int32, device=topk_all.device)
     if fault is None:
         fault = torch.empty(0, dtype=torch.int64)
-    return _schedule(topk_all, num_local_experts, schedule_capacity, rank, token_counts, row_block, fault)
+    tables: tuple[Tensor, Tensor, Tensor, Tensor] = _schedule(
+        topk_all, num_local_experts, schedule_capacity, rank, token_counts, row_block, fault
+    )
+    return tables
 
 
 @torch.library.custom_op("mok::mxfp8_quantize", mutates_args=())
@@ -214,7 +217,7 @@ def _backward(
     row_block: int,
     precision: str,
 ) -> list[Tensor]:
-    """Backward of one rank: d_x_shared, then routed gate, up, down and shared gate, up, down gradients; see `torch_engine.backward`."""
+    """Backward of one rank: d_x_shared, then routed and shared gate, up, down gradients; see `torch_engine.backward`."""
     outputs = engines.active(num_tokens.device.type).backward(
         precision=precision,
         context=tuple(context),

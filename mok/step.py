@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -77,7 +78,7 @@ def held_experts(schedule: Schedule, workspace: MoKWorkspace) -> int:
 
 
 def routed(
-    workspace: MoKWorkspace, schedule: Schedule, weights: dict[str, object], backward: bool = False
+    workspace: MoKWorkspace, schedule: Schedule, weights: Mapping[str, object], backward: bool = False
 ) -> tuple[str, tuple[Tensor, ...]]:
     """(precision, flat tensors) of the routed weights after checking them against schedule and workspace."""
     experts = held_experts(schedule, workspace)
@@ -236,7 +237,8 @@ class OutputGate:
         if self.weight is None:
             return d_y
         y_shared, gate = self._saved(index, x)
-        d_y_shared, d_logit, d_weight = ops.output_gate_bwd(d_y, x, self.weight, gate, y_shared)
+        parts: tuple[Tensor, Tensor, Tensor] = ops.output_gate_bwd(d_y, x, self.weight, gate, y_shared)
+        d_y_shared, d_logit, d_weight = parts
         self.d_logits.append(d_logit)
         self.d_weights.append(d_weight)
         return d_y_shared
@@ -245,7 +247,8 @@ class OutputGate:
         """(y_shared, gate) as saved, or recomputed from the context's shared gate and up."""
         if self.context.y_shared is not None and self.context.output_gate is not None:
             return self.context.y_shared[index], self.context.output_gate[index]
-        assert self.shared is not None and self.weight is not None
+        assert self.shared is not None
+        assert self.weight is not None
         tensors = self.context.tensors[index]
         gate_shared, up_shared = (tensors[1], tensors[3]) if self.context.precision == "bf16" else (tensors[2], tensors[5])
         y_shared = ops.shared_output(gate_shared, up_shared, self.shared[2], self.limit)
@@ -253,7 +256,10 @@ class OutputGate:
 
     def add_to(self, index: int, d_x_shared: Tensor) -> Tensor:
         """d_x_shared plus d_logit * w, rounded to bf16."""
-        return d_x_shared if self.weight is None else ops.output_gate_dx(d_x_shared, self.d_logits[index], self.weight)
+        if self.weight is None:
+            return d_x_shared
+        total: Tensor = ops.output_gate_dx(d_x_shared, self.d_logits[index], self.weight)
+        return total
 
     def weight_gradient(self, main: Tensor | None, status: Tensor) -> tuple[Tensor | None, ...]:
         """() without a gate; (f32 [1, H],), NaN after a fault; or, after adding it to `main`, (None,)."""
@@ -262,6 +268,8 @@ class OutputGate:
         total = summed(self.d_weights)
         if main is None:
             return (torch.where(status < 0, torch.full_like(total, torch.nan), total),)
-        validate.tensor("shared_output_gate_main_grad", main, tuple(self.weight.shape), (torch.float32, torch.bfloat16), main.device)
+        validate.tensor(
+            "shared_output_gate_main_grad", main, tuple(self.weight.shape), (torch.float32, torch.bfloat16), main.device
+        )
         main.copy_(torch.where(status < 0, main.float(), main.float() + total))
         return (None,)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from mok.errors import InputError, require
@@ -10,8 +12,10 @@ Tensor = torch.Tensor
 MXFP8_TILE = 128
 
 
-def tensor(name: str, value: object, shape: tuple[int | None, ...], dtypes: tuple[torch.dtype, ...], device: torch.device) -> Tensor:
-    """`value` if it is a contiguous tensor of `shape` (None = any size), dtype and device. Raises InputError naming what differs."""
+def tensor(
+    name: str, value: object, shape: tuple[int | None, ...], dtypes: tuple[torch.dtype, ...], device: torch.device
+) -> Tensor:
+    """`value` if it is a contiguous tensor of `shape` (None = any size), dtype and device; else InputError says what differs."""
     if not isinstance(value, Tensor):
         raise InputError(f"{name} must be a tensor, got {type(value).__name__}.")
     wanted = "[" + ", ".join("any" if n is None else str(n) for n in shape) + "]"
@@ -37,13 +41,11 @@ def shared_weights(weights: tuple[object, ...], hidden_size: int, device: torch.
     size = gate.shape[0]
     require(size % 64 == 0, f"the shared expert's intermediate size must be a multiple of 64, got {size}.")
     shapes = ((size, hidden_size), (size, hidden_size), (hidden_size, size))
-    return tuple(
-        tensor(n, w, s, (torch.bfloat16,), device) for n, w, s in zip(names, weights, shapes, strict=False)
-    )
+    return tuple(tensor(n, w, s, (torch.bfloat16,), device) for n, w, s in zip(names, weights, shapes, strict=False))
 
 
 def routed_weights(
-    weights: dict[str, object], num_local_experts: int, hidden_size: int, device: torch.device, backward: bool = False
+    weights: Mapping[str, object], num_local_experts: int, hidden_size: int, device: torch.device, backward: bool = False
 ) -> tuple[str, tuple[Tensor, ...]]:
     """(precision, flat tensors) of routed gate, up[, down], each a bf16 tensor or a tuple of quantised parts.
 
@@ -54,7 +56,9 @@ def routed_weights(
     if any(quantized) and not all(quantized):
         raise InputError("routed weights must be all bf16 tensors or all tuples from ops.mxfp8_quantize, not a mixture.")
     if not any(quantized):
-        gate = tensor("w_routed_gate", weights["w_routed_gate"], (num_local_experts, None, hidden_size), (torch.bfloat16,), device)
+        gate = tensor(
+            "w_routed_gate", weights["w_routed_gate"], (num_local_experts, None, hidden_size), (torch.bfloat16,), device
+        )
         size = gate.shape[1]
         require(size % 64 == 0, f"intermediate size must be a multiple of 64, got {size}.")
         wide, tall = (num_local_experts, size, hidden_size), (num_local_experts, hidden_size, size)
@@ -64,7 +68,7 @@ def routed_weights(
 
 
 def _quantized_weights(
-    weights: dict[str, object], experts: int, hidden_size: int, device: torch.device, backward: bool
+    weights: Mapping[str, object], experts: int, hidden_size: int, device: torch.device, backward: bool
 ) -> tuple[Tensor, ...]:
     first = weights["w_routed_gate"]
     assert isinstance(first, tuple)
@@ -78,11 +82,9 @@ def _quantized_weights(
         rows, columns = (hidden_size, size) if down else (size, hidden_size)
         orientations = [(rows, columns)] if not backward else [(columns, rows)] if down else [(rows, columns), (columns, rows)]
         wanted = 2 * len(orientations)
-        require(
-            len(parts) == wanted,
-            f"{name} must be a tuple of {wanted} tensors ({'values, scales' if wanted == 2 else 'values, scales, values_t, scales_t'}"
-            f"{' of the transposed copy' if backward and down else ''}), got {len(parts)}.",
-        )
+        content = "values, scales" if wanted == 2 else "values, scales, values_t, scales_t"
+        which = " of the transposed copy" if backward and down else ""
+        require(len(parts) == wanted, f"{name} must be a tuple of {wanted} tensors ({content}{which}), got {len(parts)}.")
         for index, (m, n) in enumerate(orientations):
             values, scales = parts[2 * index : 2 * index + 2]
             flat.append(tensor(f"{name}[{2 * index}]", values, (experts, m, n), (torch.float8_e4m3fn,), device))

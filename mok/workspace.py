@@ -139,7 +139,7 @@ class MoKWorkspace:
         if self.device.type != "cuda" or torch.cuda.is_current_stream_capturing():
             return
         self._last_stream = torch.cuda.current_stream(self.device)
-        self._last_event = self._last_event or torch.cuda.Event()
+        self._last_event = self._last_event or torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._last_event.record(self._last_stream)
 
 
@@ -164,7 +164,10 @@ def validate_workspace_args(
     require(isinstance(config, MoKConfig), f"config must be a MoKConfig, got {type(config).__name__}.")
     ranks_of(group)
     torch.device(device)
-    require(isinstance(num_local_tokens, int) and num_local_tokens >= 0, f"num_local_tokens must be an int >= 0, got {num_local_tokens!r}.")
+    require(
+        isinstance(num_local_tokens, int) and num_local_tokens >= 0,
+        f"num_local_tokens must be an int >= 0, got {num_local_tokens!r}.",
+    )
     require(
         isinstance(hidden_size, int) and hidden_size > 0 and hidden_size % 64 == 0,
         f"hidden_size must be a positive multiple of 64 (128 for mxfp8), got {hidden_size!r}.",
@@ -176,9 +179,7 @@ def create_workspace(
     config: MoKConfig, group: Any, *, device: torch.device | str, num_local_tokens: int, hidden_size: int, topk: int
 ) -> MoKWorkspace:
     """A new workspace (uncached) for up to `num_local_tokens` tokens. In a VirtualGroup these are the packed tokens."""
-    validate_workspace_args(
-        config, group, device=device, num_local_tokens=num_local_tokens, hidden_size=hidden_size, topk=topk
-    )
+    validate_workspace_args(config, group, device=device, num_local_tokens=num_local_tokens, hidden_size=hidden_size, topk=topk)
     return MoKWorkspace(group, torch.device(device), num_local_tokens, hidden_size, topk)
 
 
@@ -186,9 +187,7 @@ def get_workspace(
     config: MoKConfig, group: Any, *, device: torch.device | str, num_local_tokens: int, hidden_size: int, topk: int
 ) -> MoKWorkspace:
     """A cached workspace for these properties: layers of one model share it. A dead one is replaced."""
-    validate_workspace_args(
-        config, group, device=device, num_local_tokens=num_local_tokens, hidden_size=hidden_size, topk=topk
-    )
+    validate_workspace_args(config, group, device=device, num_local_tokens=num_local_tokens, hidden_size=hidden_size, topk=topk)
     key = (ranks_of(group).key, str(torch.device(device)), num_local_tokens, hidden_size, topk)
     cached = _CACHE.get(key)
     if cached is None or cached.dead is not None:

@@ -22,7 +22,9 @@ def register() -> None:
     torch.library.register_fake("mok::fwd_epilogue")(_fwd_epilogue)
     torch.library.register_fake("mok::bwd_epilogue")(_bwd_epilogue)
     torch.library.register_fake("mok::output_gate_dx")(lambda d_x, d_logit, weight: torch.empty_like(d_x))
-    torch.library.register_fake("mok::shared_output")(lambda gate, up, down, limit: gate.new_empty((gate.shape[0], down.shape[0])))
+    torch.library.register_fake("mok::shared_output")(
+        lambda gate, up, down, limit: gate.new_empty((gate.shape[0], down.shape[0]))
+    )
     torch.library.register_fake("mok::router_logits")(lambda x, weight: _f32(x, x.shape[0], weight.shape[0]))
     torch.library.register_fake("mok::router_logits_bwd")(lambda d, x, weight: (torch.empty_like(x), torch.empty_like(weight)))
     torch.library.register_fake("mok::output_gate_fwd")(lambda x, weight, y: (torch.empty_like(y), _f32(x, x.shape[0])))
@@ -36,7 +38,13 @@ def _f32(like: Tensor, *shape: Any) -> Tensor:
 
 
 def _schedule(
-    topk_all: Tensor, num_local_experts: int, schedule_capacity: int, rank: int, token_counts: Tensor, row_block: int, fault: Tensor
+    topk_all: Tensor,
+    num_local_experts: int,
+    schedule_capacity: int,
+    rank: int,
+    token_counts: Tensor,
+    row_block: int,
+    fault: Tensor,
 ) -> tuple[Tensor, ...]:
     def i32(size: int) -> Tensor:
         return topk_all.new_empty(size, dtype=torch.int32)
@@ -76,7 +84,7 @@ def _forward(
     x_peers: Any, combine_peers: Any, shared: Any, routed: Any, peer_rank: Tensor, peer_token_idx: Tensor, num_tokens: Tensor,
     tokens_per_expert: Tensor, rank: int, top_k: int, num_shared_tokens: Any, swiglu_limit: Any, num_comm_sms: int,
     minibatch: int, ring_rows: int, row_block: int, combine: str, save_context: bool, precision: str,
-) -> list[Tensor]:  # fmt: skip
+) -> tuple[Tensor, ...]:  # fmt: skip
     x = x_peers[rank]
     y = x.new_empty((num_shared_tokens, x.shape[1])) if shared else x.new_empty(0)
     return (*_context(x, routed, shared, num_shared_tokens, ring_rows, precision, save_context), y)
@@ -86,7 +94,7 @@ def _recompute(
     x_peers: Any, shared: Any, routed: Any, peer_rank: Tensor, peer_token_idx: Tensor, num_tokens: Tensor,
     tokens_per_expert: Tensor, rank: int, top_k: int, num_shared_tokens: Any, swiglu_limit: Any, num_comm_sms: int,
     minibatch: int, ring_rows: int, row_block: int, precision: str,
-) -> list[Tensor]:  # fmt: skip
+) -> tuple[Tensor, ...]:  # fmt: skip
     return tuple(_context(x_peers[rank], routed, shared, num_shared_tokens, ring_rows, precision, True))
 
 
@@ -96,7 +104,7 @@ def _backward(
     shared_gate_main: Any, shared_up_main: Any, shared_down_main: Any, peer_rank: Tensor, peer_token_idx: Tensor,
     num_tokens: Tensor, tokens_per_expert: Tensor, rank: int, top_k: int, num_shared_tokens: Any, swiglu_limit: Any,
     num_comm_sms: int, minibatch: int, ring_rows: int, row_block: int, precision: str,
-) -> list[Tensor]:  # fmt: skip
+) -> tuple[Tensor, ...]:  # fmt: skip
     x = x_peers[rank]
     experts, hidden_size, intermediate = tokens_per_expert.shape[0], x.shape[1], routed[0].shape[1]
     wide, tall = (experts, intermediate, hidden_size), (experts, hidden_size, intermediate)
@@ -107,9 +115,13 @@ def _backward(
     return (d_x, *grads)
 
 
-def _fwd_epilogue(y_shared: Any, combine_buffer: Tensor, topk_weights: Tensor, top_experts: Any = None, num_tokens: Any = None) -> Tensor:
+def _fwd_epilogue(
+    y_shared: Any, combine_buffer: Tensor, topk_weights: Tensor, top_experts: Any = None, num_tokens: Any = None
+) -> Tensor:
     return combine_buffer.new_empty((topk_weights.shape[0], combine_buffer.shape[1]))
 
 
-def _bwd_epilogue(d_x_shared: Any, d_x_routed_buffer: Tensor, top_k: int, top_experts: Any = None, num_tokens: Any = None) -> Tensor:
+def _bwd_epilogue(
+    d_x_shared: Any, d_x_routed_buffer: Tensor, top_k: int, top_experts: Any = None, num_tokens: Any = None
+) -> Tensor:
     return d_x_routed_buffer.new_empty((d_x_routed_buffer.shape[0] // top_k, d_x_routed_buffer.shape[1]))

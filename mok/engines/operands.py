@@ -89,18 +89,22 @@ class Mxfp8(Bf16):
 
     @staticmethod
     def replay_weights(routed: tuple[Tensor, ...], expert: int) -> ForwardWeights:
+        """Gate and up as in forward, from backward's ten tensors."""
         return Mxfp8.forward_weights((*routed[0:2], *routed[4:6]), expert)
 
     @staticmethod
     def along_k(rows: Tensor) -> Tensor:
+        """Rows [128, K] rounded in blocks along K."""
         return mxfp8.fake(rows, -1)
 
     @staticmethod
     def along_rows(rows: Tensor) -> Tensor:
+        """Rows [128, N] rounded in blocks along the rows."""
         return mxfp8.fake(rows, -2)
 
     @staticmethod
     def saved(rows: Tensor) -> Tensor:
+        """Gate or up [128, I] through E4M3, saved, recomputed or replayed alike."""
         return mxfp8.fake(rows, -1)
 
 

@@ -20,7 +20,7 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True)
 class BlockGradients:
-    """What one block yields: d_x bf16 [128, H], router gradient f32 [128], and the wgrad operands d_gate, d_up, weighted hidden bf16 [128, I]."""
+    """What one block yields: d_x bf16 [128, H], router gradient f32 [128], and bf16 [128, I] operands of wgrad."""
 
     d_x: Tensor
     d_weight: Tensor
@@ -44,6 +44,7 @@ class Chain:
         self.down.addmm_(math.along_rows(d_y).t(), math.along_rows(block.weighted_hidden))
 
     def parts(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Gate, up, down."""
         return self.gate, self.up, self.down
 
 

@@ -221,4 +221,4 @@ def _context(precision: str, ring: _Ring, gate_shared: Tensor, up_shared: Tensor
     up, up_sc, _, _ = mxfp8.quantize(ring.up, True, False)
     parts = (x_t, x_t_sc, gate_shared, gate, gate_sc, up_shared, up, up_sc)
     assert all(part is not None for part in parts)
-    return parts  # type: ignore[return-value]
+    return parts

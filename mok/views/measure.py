@@ -74,7 +74,8 @@ def load_figure(stats: RoutingStats) -> go.Figure:
         barmode="stack",
         height=360,
         margin={"t": 60, "b": 45},
-        title=f"Load: max/mean {stats.max_over_mean_expert:.2f} by expert, {stats.max_over_mean_rank:.2f} by rank; padding {stats.padding_share:.0%}",
+        title=f"Load: max/mean {stats.max_over_mean_expert:.2f} by expert, {stats.max_over_mean_rank:.2f} by rank; "
+        f"padding {stats.padding_share:.0%}",
     )
     figure.update_xaxes(title_text="expert", row=1, col=1)
     figure.update_yaxes(title_text="routes", row=1, col=1)
