@@ -51,14 +51,15 @@ class MoKConfig:
             f"MoKConfig.macrobatch_size must be a multiple of minibatch_size={self.minibatch_size}, "
             f"got {self.macrobatch_size!r}.",
         )
+        multiplier = self.schedule_capacity_multiplier
         require(
-            self.schedule_capacity_multiplier > 0,
-            f"MoKConfig.schedule_capacity_multiplier must be > 0, got {self.schedule_capacity_multiplier!r}.",
+            isinstance(multiplier, (int, float)) and math.isfinite(multiplier) and multiplier > 0,
+            f"MoKConfig.schedule_capacity_multiplier must be a finite number > 0, got {multiplier!r}.",
         )
         chunk = self.all_gather_top_experts_chunk_bytes
         require(
-            chunk > 0 and chunk % 16 == 0,
-            f"MoKConfig.all_gather_top_experts_chunk_bytes must be a multiple of 16, got {chunk!r}.",
+            isinstance(chunk, int) and chunk > 0 and chunk % 16 == 0,
+            f"MoKConfig.all_gather_top_experts_chunk_bytes must be a positive multiple of 16, got {chunk!r}.",
         )
         require(
             self.combine in COMBINE_ROUTES,

@@ -48,6 +48,7 @@ def build_schedule(workspace: MoKWorkspace, config: MoKConfig, top_experts: Tens
     a capacity too small is recorded and raised by the next eager call on the workspace or by `workspace.check()`.
     """
     with workspace.step():
+        validate.config(config)
         ranks = workspace.ranks
         validate.tensor("top_experts", top_experts, (None, workspace.topk), _IDS, workspace.device)
         per_rank = step.local_experts(workspace, num_local_experts)
@@ -101,6 +102,8 @@ def forward(
     """
     with workspace.step():
         size, device = workspace.hidden_size, workspace.device
+        validate.config(config)
+        validate.swiglu_limit(swiglu_limit)
         shared = validate.shared_weights((w_shared_gate, w_shared_up, w_shared_down), size, device)
         weights = {"w_routed_gate": w_routed_gate, "w_routed_up": w_routed_up, "w_routed_down": w_routed_down}
         precision, routed = step.routed(workspace, schedule, weights)
@@ -167,6 +170,8 @@ def recompute_forward_context(
     """The context `forward` would have saved, rebuilt without down projections (manual activation checkpointing)."""
     with workspace.step():
         size, device = workspace.hidden_size, workspace.device
+        validate.config(config)
+        validate.swiglu_limit(swiglu_limit)
         shared = validate.shared_weights((w_shared_gate, w_shared_up), size, device)
         precision, routed = step.routed(workspace, schedule, {"w_routed_gate": w_routed_gate, "w_routed_up": w_routed_up})
         counts = step.inputs(workspace, schedule, x, None, None, shared)
@@ -225,13 +230,19 @@ def backward(
     """
     with workspace.step():
         size, device = workspace.hidden_size, workspace.device
+        validate.config(config)
+        validate.swiglu_limit(swiglu_limit)
         shared = validate.shared_weights((w_shared_gate, w_shared_up, w_shared_down), size, device)
         weights = {"w_routed_gate": w_routed_gate, "w_routed_up": w_routed_up, "w_routed_down": w_routed_down}
         precision, routed = step.routed(workspace, schedule, weights, backward=True)
         counts = step.inputs(workspace, schedule, x, router_weights, shared_output_gate_weight, shared)
         validate.tensor("d_out", d_out, tuple(x.shape), (torch.bfloat16,), device)
         mains = step.main_grads(workspace, schedule, main_grads, routed, shared)
-        step.check_context(context, precision, shared_output_gate_weight)
+        validate.output_gate_main_grad(shared_output_gate_main_grad, shared_output_gate_weight, device)
+        local = workspace.ranks.local
+        rings = [step.ring(config, step.of_rank(schedule, workspace, r)) for r in local]
+        tokens = [counts[r] for r in local]
+        step.check_context(context, precision, shared_output_gate_weight, rings, tokens, shared is not None)
         step.load(workspace, workspace.x, x, counts)
         step.load(workspace, workspace.d_y, d_out, counts)
         step.load(workspace, workspace.router_weight, router_weights, counts)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from mok import functional, ops
+from mok import functional, ops, validate
 from mok.config import MoKConfig
 from mok.errors import WorkspaceError, require, unknown_name
 from mok.groups import VirtualGroup, ranks_of
@@ -227,6 +227,17 @@ class MoELayer(nn.Module):
         for what, value, allowed in (("precision", precision, PRECISIONS), ("router", router, ROUTERS)):
             if value not in allowed:
                 raise unknown_name(what, value, allowed)
+        require(isinstance(shape, MoEShape), f"shape must be a MoEShape, got {type(shape).__name__}.")
+        validate.swiglu_limit(swiglu_limit)
+        sizes = {"hidden": shape.hidden, "intermediate": shape.intermediate} if precision == "mxfp8" else {}
+        tile = validate.MXFP8_TILE
+        for what, size in sizes.items():
+            require(size % tile == 0, f"mxfp8 needs {what} to be a multiple of {tile}, got {size}; use precision='bf16'.")
+        require(
+            num_groups >= 1 and shape.num_experts % num_groups == 0 and 1 <= top_groups <= num_groups,
+            f"num_groups must divide num_experts={shape.num_experts} and top_groups lie in [1, num_groups], "
+            f"got num_groups={num_groups}, top_groups={top_groups}.",
+        )
         require(not shared_output_gate or shape.shared, "shared_output_gate needs a shape with a shared expert.")
         self.shape, self.precision, self.router = shape, precision, router
         self.group = VirtualGroup(1) if group is None else group
@@ -234,14 +245,14 @@ class MoELayer(nn.Module):
         self.num_groups, self.top_groups = num_groups, top_groups
         self.recompute, self.swiglu_limit, self.fuse_main_grad = recompute, swiglu_limit, fuse_main_grad
         virtual = isinstance(self.group, VirtualGroup)
-        require(virtual or max_tokens is not None, "a MoELayer on a process group needs max_tokens, equal on all ranks.")
-        self.max_tokens = max_tokens or 0
-        self.grows = max_tokens is None
-        world = ranks_of(self.group).size if not virtual else 1
+        world = ranks_of(self.group).size
         require(
             shape.num_experts % world == 0, f"num_experts={shape.num_experts} must be divisible by the group's {world} ranks."
         )
-        experts = shape.num_experts // world
+        require(virtual or max_tokens is not None, "a MoELayer on a process group needs max_tokens, equal on all ranks.")
+        self.max_tokens = max_tokens or 0
+        self.grows = max_tokens is None
+        experts = shape.num_experts if virtual else shape.num_experts // world
         hidden, inner = shape.hidden, shape.intermediate
 
         def weight(*size: int, fan_in: int) -> nn.Parameter:
@@ -259,8 +270,13 @@ class MoELayer(nn.Module):
         self.routing: Routing | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """y of x's shape and dtype; x [..., H] bf16 or f32 (computed in bf16)."""
-        rows = x.reshape(-1, x.shape[-1]).to(torch.bfloat16).contiguous()
+        """y of x's shape and dtype; x [..., H] bf16 or f32 (computed in bf16). Raises InputError for another x."""
+        hidden = self.shape.hidden
+        require(
+            x.dim() >= 1 and x.shape[-1] == hidden and x.is_floating_point(),
+            f"x must be floating point [..., {hidden}], got {str(x.dtype).removeprefix('torch.')} {list(x.shape)}.",
+        )
+        rows = x.reshape(-1, hidden).to(torch.bfloat16).contiguous()
         logits = _RouterLogits.apply(rows, self.w_router)  # type: ignore[no-untyped-call]
         routing = self.route(logits)
         if not torch.compiler.is_compiling():

@@ -63,12 +63,29 @@ def local_experts(workspace: MoKWorkspace, num_local_experts: int) -> int:
 
 
 def of_rank(schedule: Schedule, workspace: MoKWorkspace, r: int) -> MoKSchedule:
-    """Rank r's schedule. Raises InputError for a schedule of another kind of group."""
-    if isinstance(schedule, VirtualSchedule):
-        return schedule.ranks[workspace.ranks.local.index(r)]
-    if workspace.ranks.virtual is not None:
-        raise InputError("this schedule was built on a process group, but the workspace belongs to a VirtualGroup.")
-    return schedule
+    """Rank r's schedule."""
+    index = workspace.ranks.local.index(r)
+    return schedule.ranks[index] if isinstance(schedule, VirtualSchedule) else schedule
+
+
+def check_schedule(schedule: object, workspace: MoKWorkspace) -> None:
+    """Raise InputError for a schedule that was built on another kind of workspace."""
+    if not isinstance(schedule, (MoKSchedule, VirtualSchedule)):
+        raise InputError(f"schedule must come from build_schedule, got {type(schedule).__name__}.")
+    virtual = workspace.ranks.virtual is not None
+    if isinstance(schedule, VirtualSchedule) is not virtual:
+        kinds = ("a process group", "a VirtualGroup")
+        raise InputError(f"the schedule was built on {kinds[not virtual]}, but the workspace belongs to {kinds[virtual]}.")
+    size, topk = workspace.ranks.size, workspace.topk
+    parts = schedule.ranks if isinstance(schedule, VirtualSchedule) else (schedule,)
+    made_for = int(parts[0].token_counts.shape[0])
+    require(
+        made_for == size and len(parts) == len(workspace.ranks.local),
+        f"the schedule was built for {made_for} ranks, {len(parts)} of them in this process, but the workspace has {size}, "
+        f"{len(workspace.ranks.local)} of them in this process.",
+    )
+    seen = int(parts[0].top_experts.shape[1])
+    require(seen == topk, f"the schedule was built for topk={seen}, but the workspace has topk={topk}.")
 
 
 def held_experts(schedule: Schedule, workspace: MoKWorkspace) -> int:
@@ -81,6 +98,7 @@ def routed(
     workspace: MoKWorkspace, schedule: Schedule, weights: Mapping[str, object], backward: bool = False
 ) -> tuple[str, tuple[Tensor, ...]]:
     """(precision, flat tensors) of the routed weights after checking them against schedule and workspace."""
+    check_schedule(schedule, workspace)
     experts = held_experts(schedule, workspace)
     return validate.routed_weights(weights, experts, workspace.hidden_size, workspace.device, backward)
 
@@ -200,14 +218,33 @@ def local_mains(mains: tuple[Tensor | None, ...], workspace: MoKWorkspace, r: in
     return [*cut, *mains[3:]]
 
 
-def check_context(context: MoKForwardContext, precision: str, output_gate: Tensor | None) -> None:
-    """Raise unless `context` fits this backward, and consume it."""
+def check_context(
+    context: MoKForwardContext, precision: str, output_gate: Tensor | None, rings: list[int], tokens: list[int], shared: bool
+) -> None:
+    """Raise unless `context` fits this backward, and consume it. `rings`, `tokens`: ring rows and tokens of each local rank."""
     if not isinstance(context, MoKForwardContext):
         raise InputError(f"context must come from forward or recompute_forward_context, got {type(context).__name__}.")
     require(
         context.precision == precision,
         f"the context was saved in {context.precision}, but the routed weights are {precision}.",
     )
+    require(
+        len(context.tensors) == len(rings),
+        f"the context holds {len(context.tensors)} ranks, but this workspace runs {len(rings)}; pass the context of this forward.",
+    )
+    ring_axis, gate_shared = (0, 1) if precision == "bf16" else (1, 2)  # mxfp8 keeps the rows' transposed copy
+    for tensors, ring_rows, count in zip(context.tensors, rings, tokens, strict=True):
+        saved, made_for = int(tensors[0].shape[ring_axis]), int(tensors[gate_shared].shape[0])
+        require(
+            saved == ring_rows,
+            f"the context holds a ring of {saved} rows, but this config and schedule need {ring_rows}; pass the same MoKConfig "
+            "and schedule to forward and backward.",
+        )
+        require(
+            made_for == count or not shared,
+            f"the context holds the shared expert of {made_for} tokens, but this call has {count}; pass the context of this "
+            "forward.",
+        )
     require(
         output_gate is not None or context.output_gate is None,
         "forward used shared_output_gate_weight; pass the same one to backward.",
@@ -268,8 +305,5 @@ class OutputGate:
         total = summed(self.d_weights)
         if main is None:
             return (torch.where(status < 0, torch.full_like(total, torch.nan), total),)
-        validate.tensor(
-            "shared_output_gate_main_grad", main, tuple(self.weight.shape), (torch.float32, torch.bfloat16), main.device
-        )
         main.copy_(torch.where(status < 0, main.float(), main.float() + total))
         return (None,)

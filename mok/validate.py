@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
+from mok.config import MoKConfig
 from mok.errors import InputError, require
 
 Tensor = torch.Tensor
@@ -54,7 +55,11 @@ def routed_weights(
     """
     quantized = [isinstance(w, tuple) for w in weights.values()]
     if any(quantized) and not all(quantized):
-        raise InputError("routed weights must be all bf16 tensors or all tuples from ops.mxfp8_quantize, not a mixture.")
+        tuples = ", ".join(name for name, w in weights.items() if isinstance(w, tuple))
+        raise InputError(
+            f"routed weights must be all bf16 tensors or all tuples from ops.mxfp8_quantize, not a mixture: only {tuples} "
+            "came as tuples."
+        )
     if not any(quantized):
         gate = tensor(
             "w_routed_gate", weights["w_routed_gate"], (num_local_experts, None, hidden_size), (torch.bfloat16,), device
@@ -72,7 +77,12 @@ def _quantized_weights(
 ) -> tuple[Tensor, ...]:
     first = weights["w_routed_gate"]
     assert isinstance(first, tuple)
-    size = int(first[0].shape[1]) if first and isinstance(first[0], Tensor) and first[0].dim() == 3 else 0
+    require(
+        len(first) >= 2 and isinstance(first[0], Tensor) and first[0].dim() == 3,
+        f"w_routed_gate must be a tuple from ops.mxfp8_quantize whose first tensor is [{experts}, I, {hidden_size}], "
+        f"got {_kinds(first)}.",
+    )
+    size = int(first[0].shape[1])
     for what, number in (("hidden", hidden_size), ("intermediate", size)):
         require(number % MXFP8_TILE == 0 and number > 0, f"mxfp8 needs {what} to be a positive multiple of 128, got {number}.")
     flat: list[Tensor] = []
@@ -93,12 +103,47 @@ def _quantized_weights(
     return tuple(flat)
 
 
+def _kinds(parts: tuple[object, ...]) -> str:
+    """What a tuple holds, in few words: shapes of tensors, types of the rest."""
+    return "(" + ", ".join(str(list(p.shape)) if isinstance(p, Tensor) else type(p).__name__ for p in parts) + ")"
+
+
+def config(value: object) -> None:
+    """Raise InputError unless `value` is a MoKConfig."""
+    require(isinstance(value, MoKConfig), f"config must be a MoKConfig, got {type(value).__name__}.")
+
+
+def device(value: object) -> torch.device:
+    """`value` as a torch device. Raises InputError for what names none."""
+    require(isinstance(value, (str, torch.device)), f"device must be a torch.device or a string such as 'cpu', got {value!r}.")
+    try:
+        return torch.device(value)  # type: ignore[arg-type]
+    except RuntimeError:
+        raise InputError(f"device {value!r} is none that torch knows; use 'cpu', 'cuda' or 'cuda:0'.") from None
+
+
+def swiglu_limit(value: object) -> None:
+    """Raise InputError unless the clamp of gate and up is None or a number > 0."""
+    allowed = value is None or (isinstance(value, (int, float)) and value > 0)
+    require(allowed, f"swiglu_limit must be None (no clamp) or a number > 0, got {value!r}.")
+
+
+def output_gate_main_grad(main: object, gate: Tensor | None, device: torch.device) -> None:
+    """Raise InputError for an accumulator of the output gate that does not fit it, or that has no gate."""
+    if main is None:
+        return
+    if gate is None:
+        raise InputError("shared_output_gate_main_grad was given without shared_output_gate_weight; pass the gate's weight too.")
+    tensor("shared_output_gate_main_grad", main, tuple(gate.shape), (torch.float32, torch.bfloat16), device)
+
+
 def main_grads(
     given: tuple[Tensor | None, ...] | None, shapes: tuple[tuple[int, ...], ...], device: torch.device
 ) -> tuple[Tensor | None, ...]:
     """Six accumulators (routed gate, up, down, shared gate, up, down), f32 or bf16 tensors or None each."""
     if given is None:
         return (None,) * 6
+    require(isinstance(given, (tuple, list)), f"main_grads must be a tuple of 6 tensors or Nones, got {type(given).__name__}.")
     require(len(given) == 6, f"main_grads must hold 6 entries (routed gate, up, down, shared gate, up, down), got {len(given)}.")
     names = ("routed_gate", "routed_up", "routed_down", "shared_gate", "shared_up", "shared_down")
     checked: list[Tensor | None] = []

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from mok import validate
 from mok.config import MoKConfig
 from mok.errors import Fault, FaultRecord, PeerTimeoutError, WorkspaceError, require
 from mok.groups import Ranks, VirtualGroup, ranks_of
@@ -161,9 +162,9 @@ def validate_workspace_args(
     config: MoKConfig, group: Any, *, device: torch.device | str, num_local_tokens: int, hidden_size: int, topk: int
 ) -> None:
     """Raise InputError for arguments no workspace can be made of."""
-    require(isinstance(config, MoKConfig), f"config must be a MoKConfig, got {type(config).__name__}.")
+    validate.config(config)
     ranks_of(group)
-    torch.device(device)
+    validate.device(device)
     require(
         isinstance(num_local_tokens, int) and num_local_tokens >= 0,
         f"num_local_tokens must be an int >= 0, got {num_local_tokens!r}.",
