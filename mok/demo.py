@@ -17,7 +17,7 @@ from typing import Any
 from mok import notebook, notebook_html
 from mok.errors import MokError
 
-PARAMETERS: dict[str, Any] = {"routing": "zipf:1.2", "ep": 4, "tokens": 384, "seed": 7}
+PARAMETERS: dict[str, Any] = {"routing": "zipf:1.2", "ep": 4, "tokens": 384, "repeats": 5, "seed": 7}
 
 
 @dataclass(frozen=True, slots=True)
