@@ -115,17 +115,44 @@ def test_relative_links_lead_somewhere(path: Path) -> None:
         assert (ROOT / target).exists(), f"{name(path)} names {target}"
 
 
+def environment_names(source: str) -> set[str]:
+    """Names a Python source asks the environment for: get, getenv, subscripts and `in`, directly or through a constant."""
+    tree = ast.parse(source)
+    constants = {
+        target.id: node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    asked: list[ast.expr] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and node.args and re.search(r"(environ\.\w+|getenv)$", ast.unparse(node.func)):
+            asked.append(node.args[0])
+        elif isinstance(node, ast.Subscript) and ast.unparse(node.value).endswith("environ"):
+            asked.append(node.slice)
+        elif isinstance(node, ast.Compare) and ast.unparse(node.comparators[0]).endswith("environ"):
+            asked.append(node.left)
+    values = [constants.get(node.id, node) if isinstance(node, ast.Name) else node for node in asked]
+    return {node.value for node in values if isinstance(node, ast.Constant) and VARIABLE.fullmatch(str(node.value))}
+
+
 def variables_read() -> set[str]:
-    """Environment variables the source reads: whole string constants in Python, getenv arguments in C++."""
+    """The MOK_ environment variables that Python or C++ sources read."""
     found: set[str] = set()
     for path in (ROOT / "mok").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str) and VARIABLE.fullmatch(node.value):
-                found.add(node.value)
+        found |= environment_names(path.read_text())
     for path in (ROOT / "csrc").rglob("*"):
         if path.is_file():
             found |= set(re.findall(r'getenv\("(MOK_[A-Z0-9_]+)"\)', path.read_text()))
     return found
+
+
+def test_the_checker_sees_environment_reads() -> None:
+    source = (
+        "N = 'MOK_A'\nos.environ.get(N)\nos.getenv('MOK_B', '')\nenviron['MOK_C']\nif 'MOK_D' in os.environ: pass\nf('MOK_E')"
+    )
+    assert environment_names(source) == {"MOK_A", "MOK_B", "MOK_C", "MOK_D"}
 
 
 def test_the_table_of_environment_variables_is_complete() -> None:

@@ -116,7 +116,7 @@ def test_the_wheel_carries_kernels_notebooks_and_licence(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         metadata = archive.read(next(name for name in names if name.endswith("METADATA"))).decode()
-    for folder, inside in (("csrc", "mok/_csrc"), ("notebooks", "mok/_notebooks")):
+    for folder, inside in PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"].items():
         files = {f"{inside}/{path.relative_to(ROOT / folder).as_posix()}" for path in tracked(folder)}
         assert files
         assert files <= names
