@@ -1,0 +1,141 @@
+// Rows on the move: a communication CTA's four warps each take units of 32 rows and pipeline them through shared
+// memory with bulk copies, loads and stores both in flight.
+//
+// A unit's rows belong to the warp's lanes: lane l knows the address of row l. The copy itself is issued by lane 0,
+// piece by piece, through a ring of slots; 4 warps x up to 16 slots keep far more than 128 KB in flight per SM, which
+// is what a pull over NVLink or from HBM needs (one round trip is about a microsecond).
+#pragma once
+
+#include "mok/env_sm90.cuh"
+#include "mok/params.cuh"
+
+namespace mok {
+
+constexpr int kCommWarps = 4;
+constexpr int kCommSlots = 16;
+constexpr int kCommPoolBytes = 56 * 1024;  // per warp
+constexpr int kStoresBehind = 3;           // stores that may still read their slot when the next load is issued
+
+struct Mover {
+  u32 pool;       // shared address of this warp's slots
+  u32 bars;       // shared address of its kCommSlots mbarriers
+  int piece;      // bytes of one copy, a multiple of 16
+  int pieces;     // copies per row
+  int slots;
+  u32 parity = 0; // expected phase of each slot
+  int lane;
+
+  __device__ __forceinline__ Mover(u32 pool_, u32 bars_, int row_bytes, int lane_) : pool(pool_), bars(bars_), lane(lane_) {
+    pieces = ceil_div(row_bytes, 8192);
+    // rows are a multiple of 128 bytes; the last piece may be shorter
+    piece = ceil_div(row_bytes / 16, pieces) * 16;
+    slots = min_int(kCommSlots, kCommPoolBytes / piece);
+  }
+
+  // Copies the rows of lanes in `mask` from `from` to `to` (this lane's row). Complete, globally, on return of lane 0.
+  __device__ __forceinline__ void copy(u64 from, u64 to, u32 mask, int row_bytes) {
+    int total = __popc(mask) * pieces;
+    int ahead = min_int(slots - kStoresBehind, total);
+    Cursor load{mask, 0}, store{mask, 0};
+#pragma unroll 1
+    for (int c = 0; c < ahead; ++c) issue_load(c % slots, from, load, row_bytes);
+    int slot = 0, next = ahead % slots;
+#pragma unroll 1
+    for (int c = 0; c < total; ++c) {
+      mbar_wait(bars + 8 * slot, parity >> slot & 1);
+      parity ^= 1u << slot;
+      issue_store(slot, to, store, row_bytes);
+      if (c + ahead < total) {
+        if (lane == 0) bulk_wait_read<kStoresBehind>();
+        issue_load(next, from, load, row_bytes);
+        if (++next == slots) next = 0;
+      }
+      if (++slot == slots) slot = 0;
+    }
+    if (lane == 0) {
+      bulk_wait_done();
+      fence_async_global();
+    }
+    __syncwarp();  // every slot is free again: the next unit starts at slot 0, and parity goes on per slot
+  }
+
+ private:
+  struct Cursor {
+    u32 rows;
+    int piece;
+  };
+
+  __device__ __forceinline__ int advance(Cursor& c) const {
+    int row = __ffs(c.rows) - 1;
+    if (++c.piece == pieces) {
+      c.piece = 0;
+      c.rows &= c.rows - 1;
+    }
+    return row;
+  }
+  __device__ __forceinline__ int size(int at, int row_bytes) const { return min_int(piece, row_bytes - at * piece); }
+
+  __device__ __forceinline__ void issue_load(int slot, u64 from, Cursor& c, int row_bytes) {
+    int at = c.piece;
+    u64 source = __shfl_sync(~0u, from, advance(c)) + (u64)at * piece;
+    if (lane == 0) {
+      int bytes = size(at, row_bytes);
+      mbar_expect(bars + 8 * slot, bytes);
+      bulk_load(pool + slot * piece, (const void*)source, bytes, bars + 8 * slot);
+    }
+  }
+  __device__ __forceinline__ void issue_store(int slot, u64 to, Cursor& c, int row_bytes) {
+    int at = c.piece;
+    u64 target = __shfl_sync(~0u, to, advance(c)) + (u64)at * piece;
+    if (lane == 0) {
+      bulk_store((void*)target, pool + slot * piece, size(at, row_bytes));
+      bulk_commit();
+    }
+  }
+};
+
+__device__ __forceinline__ void zero_row(u64 to, int row_bytes, int lane) {
+  for (int at = lane * 16; at < row_bytes; at += 512) global_store_16((void*)(to + at), Vec16{0, 0, 0, 0});
+}
+
+// One warp of a communication CTA: draws units until there are none.
+__device__ __forceinline__ void comm_warp(const ForwardParams& p, const Problem& problem, const Flags& flags, DeviceEnv& env,
+                                          u32 pool, u32 bars, int lane) {
+  int row_bytes = p.hidden * 2;
+  Mover mover(pool, bars, row_bytes, lane);
+  CommWalker walker(&problem);
+  for (;;) {
+    int ticket = 0;
+    if (lane == 0) ticket = atomicAdd(p.sync + kCommTicket, 1);
+    CommUnit unit = walker.seek(__shfl_sync(~0u, ticket, 0));
+    if (unit.kind == kDone) return;
+    int mini = problem.mini_index(unit.macro, unit.mini);
+    int peer = p.peer_rank[unit.row + lane];
+    int slot = p.peer_token_idx[unit.row + lane];
+    u64 ring = (u64)(unit.row - unit.macro * p.ring + lane) * row_bytes;
+    u32 mask = __ballot_sync(~0u, peer >= 0);
+    if (lane == 0) {
+      acquire_unit(env, problem, flags, unit);
+      fence_async_global();
+    }
+    __syncwarp();
+    int event = unit.kind == kDispatch ? kDispatchUnit : kCombineUnit;
+    if (lane == 0) env.trace->begin(event, mini, unit.row / kBlockRows);
+    if (unit.kind == kDispatch) {
+      u64 to = (u64)p.x_ring + ring;
+      u64 from = peer >= 0 ? p.x_peers[peer] + (u64)(slot / p.top_k) * row_bytes : 0;
+      for (u32 pads = ~mask; pads != 0; pads &= pads - 1) zero_row(__shfl_sync(~0u, to, __ffs(pads) - 1), row_bytes, lane);
+      if (mask != ~0u) fence_async_global();
+      mover.copy(from, to, mask, row_bytes);
+    } else {
+      u64 to = peer >= 0 ? p.combine_peers[peer] + (u64)slot * row_bytes : 0;
+      mover.copy((u64)p.y_ring + ring, to, mask, row_bytes);
+    }
+    if (lane == 0) {
+      publish_unit(env, problem, flags, unit);
+      env.trace->end(event, mini, unit.row % kBlockRows / kUnitRows);
+    }
+  }
+}
+
+}  // namespace mok

@@ -1,0 +1,104 @@
+// What a task waits for and what it announces: the protocol between tiles and copies, once for GPU and host threads.
+//
+// All flags are local int counters, zero at launch, only ever added to. `Env` supplies `wait(flag, need, place,
+// index, mini)` (returns after an acquire, or at once after an abort; index and mini only name the wait) and `add(flag, value)` (release). Two rules make a ring of
+// buffers safe: a writer waits until the readers of the block that held the place one macrobatch later in the
+// schedule (and so earlier in time: macrobatches run last to first) are complete, and readers announce completion
+// only after their last read.
+#pragma once
+
+#include "mok/tasks.cuh"
+
+namespace mok {
+
+// Names of the waits: in fault records, in the trace and in `mok.errors`.
+enum Place : int {
+  kWaitXReady = 1,       // rows of a minibatch have arrived
+  kWaitHiddenReady = 2,  // all gate+up tiles of a row block are stored
+  kWaitYReady = 3,       // all down tiles of a row block are stored
+  kWaitYDone = 4,        // rows of a ring place have been combined
+  kWaitXFree = 5,        // gate+up of the block that held this ring place is complete
+  kWaitHiddenFree = 6,   // down of the block that held this ring place is complete
+  kWaitSharedHidden = 7, // all gate+up tiles of a block of shared-expert tokens are stored
+};
+
+// A tile is stored by this many writers (consumer warpgroups), each of which announces its half.
+constexpr int kTileWriters = 2;
+
+struct Flags {
+  int* x_ready;        // [minibatches of the schedule] rows arrived
+  int* hidden_shared;  // [token blocks] gate+up halves stored
+  int* hidden_ready;   // [row blocks] gate+up halves stored
+  int* y_ready;        // [row blocks] down halves stored
+  int* y_done;         // [row blocks] rows combined
+};
+
+MOK_HD int gate_up_need(const Problem& p) { return p.gate_up_tiles() * kTileWriters; }
+MOK_HD int down_need(const Problem& p) { return p.down_tiles() * kTileWriters; }
+
+// The row block that used this ring place before `block`, or -1.
+MOK_HD int previous_block(const Problem& p, int block) {
+  int old = block + p.ring / kBlockRows;
+  return old * kBlockRows < p.num_rows ? old : -1;
+}
+
+// Before the operand rows of `block` are read.
+template <class Env>
+MOK_HD void acquire_input(Env& env, const Problem& p, const Flags& f, const ComputeTask& t, int block) {
+  if (t.kind == kGateUp && p.mode != kComputeOnly) {
+    int mini = p.mini_index(t.macro, t.mini);
+    env.wait(f.x_ready + mini, p.mini_rows(t.macro, t.mini), kWaitXReady, mini, mini);
+  } else if (t.kind == kDown) {
+    env.wait(f.hidden_ready + block, gate_up_need(p), kWaitHiddenReady, block, p.mini_index(t.macro, t.mini));
+  } else if (t.kind == kDownShared) {
+    env.wait(f.hidden_shared + block, gate_up_need(p), kWaitSharedHidden, block, p.mini_index(t.macro, t.mini));
+  }
+}
+
+// Before the result of `block` is stored into the ring.
+template <class Env>
+MOK_HD void acquire_output(Env& env, const Problem& p, const Flags& f, const ComputeTask& t, int block) {
+#ifndef MOK_BUG_RING
+  if (t.kind != kGateUp && t.kind != kDown) return;
+  int old = previous_block(p, block);
+  if (old < 0) return;
+  if (t.kind == kGateUp) {
+    env.wait(f.y_ready + old, down_need(p), kWaitHiddenFree, old, p.mini_index(t.macro, t.mini));
+  } else if (p.combine_by_comm && p.mode != kComputeOnly) {
+    env.wait(f.y_done + old, kBlockRows, kWaitYDone, old, p.mini_index(t.macro, t.mini));
+  }
+#endif
+}
+
+// After one writer has stored its part of the tile.
+template <class Env>
+MOK_HD void publish_tile(Env& env, const Flags& f, const ComputeTask& t, int block) {
+  if (t.kind == kGateUp) env.add(f.hidden_ready + block, 1);
+  if (t.kind == kGateUpShared) env.add(f.hidden_shared + block, 1);
+  if (t.kind == kDown) env.add(f.y_ready + block, 1);
+}
+
+// Before the rows of a unit are copied.
+template <class Env>
+MOK_HD void acquire_unit(Env& env, const Problem& p, const Flags& f, const CommUnit& u) {
+  if (p.mode == kCommOnly) return;
+  int block = u.row / kBlockRows;
+  if (u.kind == kCombine) {
+    env.wait(f.y_ready + block, down_need(p), kWaitYReady, block, p.mini_index(u.macro, u.mini));
+    return;
+  }
+  int old = previous_block(p, block);
+  if (old >= 0) env.wait(f.hidden_ready + old, gate_up_need(p), kWaitXFree, old, p.mini_index(u.macro, u.mini));
+}
+
+// After the rows of a unit have been copied and the copies are complete.
+template <class Env>
+MOK_HD void publish_unit(Env& env, const Problem& p, const Flags& f, const CommUnit& u) {
+  if (u.kind == kCombine) {
+    env.add(f.y_done + u.row / kBlockRows, kUnitRows);
+  } else {
+    env.add(f.x_ready + p.mini_index(u.macro, u.mini), kUnitRows);
+  }
+}
+
+}  // namespace mok

@@ -1,0 +1,167 @@
+"""Launching the forward megakernel: buffers, tensor maps, one kernel on torch's current stream.
+
+Nothing is read back: counts stay on the device, the grid is the machine's and the flags are zeroed by a memset on
+the same stream. So a call costs the host tens of microseconds and can be captured into a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+
+from mok.engines.cuda import driver, options
+from mok.engines.cuda.params import A_OPERANDS, B_OPERANDS, FLAG_ARRAYS, MAX_PEERS, ForwardParams
+from mok.errors import CapabilityError, InputError, require
+
+Tensor = torch.Tensor
+
+TILE_ROWS = 128
+THREADS = 384
+SHARED_BYTES = 230064  # kSharedBytes of csrc/forward.cu; a test holds the two together
+_BOX_A = (128, 64)
+_BOX_B = (1, 128, 64)
+
+
+def defines(*, combine: str, mxfp8: bool, trace: bool) -> dict[str, int]:
+    """Compile-time choices of one specialisation."""
+    return {"MOK_COMBINE_COMM": int(combine == "comm"), "MOK_MXFP8": int(mxfp8), "MOK_TRACE": int(trace)}
+
+
+@functools.cache
+def _resident_clusters(device: int, kernel: driver.Kernel) -> int:
+    from cuda.bindings import driver as cuda
+
+    config = cuda.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = 2, 1, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = THREADS, 1, 1
+    config.sharedMemBytes = SHARED_BYTES
+    attribute = cuda.CUlaunchAttribute()
+    attribute.id = cuda.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+    attribute.value.clusterDim.x, attribute.value.clusterDim.y, attribute.value.clusterDim.z = 2, 1, 1
+    config.attrs, config.numAttrs = [attribute], 1
+    return int(driver.call("cuOccupancyMaxActiveClusters", kernel.function, config))
+
+
+def launch(
+    *,
+    mxfp8: bool,
+    x_peers: list[Tensor],
+    combine_peers: list[Tensor],
+    shared: tuple[Tensor, ...] | None,
+    weights: tuple[Tensor, Tensor, Tensor],
+    schedule: tuple[Tensor, Tensor, Tensor, Tensor],
+    rank: int,
+    top_k: int,
+    num_shared_tokens: int,
+    swiglu_limit: float | None,
+    num_comm_sms: int,
+    minibatch: int,
+    ring_rows: int,
+    row_block: int,
+    combine: str,
+    save_context: bool,
+) -> dict[str, Tensor]:
+    """One rank's forward on bf16 weights (gate, up [E, I, H], down [E, H, I]); returns its buffers by name.
+
+    Names: x_routed, x_saved (MXFP8: before quantisation), gate_routed, up_routed, gate_shared, up_shared, y_shared;
+    empty tensors where nothing is kept. Raises InputError for sizes the kernel cannot take.
+    """
+    peer_rank, peer_token_idx, num_tokens, tokens_per_expert = schedule
+    gate, up, down = weights
+    x = x_peers[rank]
+    device, hidden, intermediate = x.device, x.shape[1], gate.shape[1]
+    sms = driver.check_device(device.index)
+    step = 128 if mxfp8 else 64
+    require(hidden % step == 0 and intermediate % step == 0, f"H and I must be multiples of {step}, got {hidden} and {intermediate}.")
+    require(len(x_peers) <= MAX_PEERS, f"engine 'cuda' takes up to {MAX_PEERS} ranks, got {len(x_peers)}.")
+    require(
+        minibatch % TILE_ROWS == 0 and ring_rows % TILE_ROWS == 0 and row_block % TILE_ROWS == 0,
+        f"minibatch, ring_rows and row_block must be multiples of {TILE_ROWS}, got {minibatch}, {ring_rows}, {row_block}.",
+    )
+    grid = sms // 2 * 2
+    if not 2 <= num_comm_sms <= grid - 2 or num_comm_sms % 2:
+        raise InputError(f"num_comm_sms must be an even number in [2, {grid - 2}] on this GPU ({sms} SMs), got {num_comm_sms}.")
+    now = options.current()
+
+    def empty(*size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.bfloat16, device=device)
+
+    nothing = empty(0)
+    tokens = num_shared_tokens if shared is not None else 0
+    keep_mx = mxfp8 and save_context
+    buffers = {
+        "x_shared": x[:tokens],
+        "x_ring": empty(ring_rows, hidden),
+        "x_saved": empty(ring_rows, hidden) if keep_mx else nothing,
+        "hidden_ring": empty(ring_rows, intermediate),
+        "y_ring": empty(ring_rows, hidden) if combine == "comm" else nothing,
+        "gate": empty(ring_rows, intermediate) if save_context else nothing,
+        "up": empty(ring_rows, intermediate) if save_context else nothing,
+        "gate_shared": empty(tokens, intermediate) if save_context and shared is not None else nothing,
+        "up_shared": empty(tokens, intermediate) if save_context and shared is not None else nothing,
+        "hidden_shared": empty(tokens, intermediate) if shared is not None else nothing,
+        "y_shared": empty(tokens, hidden) if shared is not None else nothing,
+    }
+    operands = {"gate": gate, "up": up, "down": down}
+    if shared is not None:
+        operands |= {f"shared_{name}": weight[None] for name, weight in zip(("gate", "up", "down"), shared, strict=True)}
+
+    max_rows = peer_rank.shape[0]
+    per_ring = math.ceil(ring_rows / minibatch)
+    max_minis = per_ring * math.ceil(max_rows / ring_rows)
+    blocks = max_rows // TILE_ROWS
+    sync = torch.zeros(FLAG_ARRAYS + max_minis + math.ceil(tokens / TILE_ROWS) + 3 * blocks, dtype=torch.int32, device=device)
+
+    p = ForwardParams()
+    for i, name in enumerate(A_OPERANDS):
+        if buffers[name].numel():
+            p.a[i][:] = driver.tensor_map(buffers[name], _BOX_A)
+    for i, name in enumerate(B_OPERANDS):
+        if name in operands:
+            p.b[i][:] = driver.tensor_map(operands[name], _BOX_B)
+    for r, (source, home) in enumerate(zip(x_peers, combine_peers, strict=True)):
+        p.x_peers[r], p.combine_peers[r] = source.data_ptr(), home.data_ptr()
+    p.peer_rank, p.peer_token_idx = peer_rank.data_ptr(), peer_token_idx.data_ptr()
+    p.num_tokens, p.tokens_per_expert = num_tokens.data_ptr(), tokens_per_expert.data_ptr()
+    for name, buffer in buffers.items():
+        if name != "x_shared":
+            setattr(p, name, buffer.data_ptr())
+    p.sync = sync.data_ptr()
+    p.fault = now.fault.data_ptr() if now.fault is not None else 0
+    p.timeout_ns = options.local_timeout_ns()
+    p.hidden, p.intermediate, p.shared_rows, p.num_experts = hidden, intermediate, tokens, gate.shape[0]
+    p.ring, p.minibatch, p.rank, p.ep = ring_rows, minibatch, rank, len(x_peers)
+    p.top_k, p.num_comm_clusters, p.mode = top_k, num_comm_sms // 2, options.MODES.index(now.mode)
+    p.max_rows, p.max_minis, p.lost_flag = max_rows, max_minis, now.lost_flag
+    p.limit = math.inf if swiglu_limit is None else swiglu_limit
+    if now.sink is not None:
+        p.trace, p.trace_records = _trace_buffer(now.sink, grid, num_comm_sms, rank, device), now.sink.records
+
+    kernel = driver.kernel(
+        "forward.cu", "mok_forward", defines(combine=combine, mxfp8=mxfp8, trace=now.sink is not None), SHARED_BYTES
+    )
+    resident = _resident_clusters(device.index, kernel)
+    if resident < num_comm_sms // 2 + 1:
+        raise CapabilityError(
+            f"{resident} clusters of this kernel fit the current context, but {num_comm_sms // 2} communicate and one more must "
+            "compute; lower fwd_num_comm_sms or give the process more SMs (green context, MPS share)."
+        )
+    kernel.launch(grid, THREADS, p)
+    return {
+        "x_routed": buffers["x_ring"] if save_context else nothing,
+        "x_saved": buffers["x_saved"],
+        "gate_routed": buffers["gate"],
+        "up_routed": buffers["up"],
+        "gate_shared": buffers["gate_shared"],
+        "up_shared": buffers["up_shared"],
+        "y_shared": buffers["y_shared"],
+    }
+
+
+def _trace_buffer(sink: options.TraceSink, grid: int, num_comm_sms: int, rank: int, device: torch.device) -> int:
+    """Address of a fresh, zeroed buffer for one launch: 4 slices per CTA of a 48 + 16 byte header and 8-byte records."""
+    data = torch.zeros(grid * 4 * (64 + 8 * sink.records), dtype=torch.uint8, device=device)
+    sink.buffers.append(options.TraceBuffer(data, sink.records, grid, num_comm_sms, rank, len(sink.buffers)))
+    return data.data_ptr()
