@@ -59,9 +59,10 @@ def build_schedule(workspace: MoKWorkspace, config: MoKConfig, top_experts: Tens
         )
         ids = top_experts.clamp(-2, INT32_MAX).to(torch.int32)  # an id beyond int32 must stay invalid, not wrap into range
         routes_of = {r: ids[step.span(counts, r)].contiguous() for r in counts}
-        for r, routes in routes_of.items():
-            ops.all_gather_top_experts(routes, workspace.topk_all, workspace.token_counts, r, workspace.handle)
         capacity = config.capacity(workspace.max_tokens, workspace.topk, ranks.size, per_rank)
+        agreement = f"{per_rank} experts per rank, capacity {capacity}"  # else the ranks would judge faults differently
+        for r, routes in routes_of.items():
+            ops.all_gather_top_experts(routes, workspace.topk_all, workspace.token_counts, r, workspace.handle, agreement)
         schedules = []
         for r in ranks.local:
             tables = ops.schedule(

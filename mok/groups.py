@@ -9,14 +9,16 @@ The megakernels are the same in both cases: they see a table of peers and never 
 from __future__ import annotations
 
 import datetime
+import math
 import os
+import time
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from mok.errors import Fault, FaultRecord, InputError, PeerTimeoutError, require
+from mok.errors import CapabilityError, Fault, FaultRecord, InputError, PeerTimeoutError, require
 
 DEFAULT_PEER_TIMEOUT_S = 600.0
 
@@ -25,9 +27,11 @@ def peer_timeout_s() -> float:
     """Seconds a rank waits for another one: MOK_TIMEOUT_PEER, default 600."""
     text = os.environ.get("MOK_TIMEOUT_PEER", "")
     try:
-        return float(text) if text else DEFAULT_PEER_TIMEOUT_S
+        seconds = float(text) if text else DEFAULT_PEER_TIMEOUT_S
     except ValueError:
-        raise InputError(f"MOK_TIMEOUT_PEER must be a number of seconds, got {text!r}.") from None
+        seconds = math.nan
+    require(0 < seconds < math.inf, f"MOK_TIMEOUT_PEER must be a positive number of seconds, got {text!r}.")
+    return seconds
 
 
 @dataclass(frozen=True)
@@ -61,27 +65,33 @@ class VirtualGroup:
             return tuple(share + (r < more) for r in range(self.ep))
         require(
             sum(self.token_counts) == num_tokens,
-            f"VirtualGroup token_counts {self.token_counts} add up to {sum(self.token_counts)}, but {num_tokens} tokens were given.",
+            f"VirtualGroup token_counts {self.token_counts} add up to {sum(self.token_counts)}, not to {num_tokens} tokens.",
         )
         return self.token_counts
 
 
 class Ranks:
-    """What the functional layer needs of a group: size, the ranks that run here, and exchanges between processes."""
+    """What the functional layer needs of a group: size, the ranks that run here, and exchanges between processes.
+
+    `what` names the data in messages ("x", "routes"); ranks that are not in the same exchange are told apart by it.
+    """
 
     size: int
     local: tuple[int, ...]
     virtual: VirtualGroup | None
     key: Any
 
-    def publish(self, buffers: list[torch.Tensor]) -> None:
+    def require_device(self, device: torch.device) -> None:
+        """Raise unless this group can hold workspaces on `device`."""
+
+    def publish(self, buffers: list[torch.Tensor], what: str) -> None:
         """Make every rank's own buffer visible in all others' tables. `buffers[r]` belongs to rank r."""
 
-    def deliver(self, buffers: list[torch.Tensor], owner: torch.Tensor) -> None:
+    def deliver(self, buffers: list[torch.Tensor], owner: torch.Tensor, what: str) -> None:
         """Send rows written into peers' buffers home. `owner` i32 [EP, rows]: who wrote row i of rank p, -1 = nobody."""
 
-    def arrive(self) -> None:
-        """Wait for every rank of the group. Raises PeerTimeoutError."""
+    def arrive(self, place: str) -> None:
+        """Wait for every rank of the group, and make sure all are at `place`. Raises PeerTimeoutError, InputError."""
 
 
 class VirtualRanks(Ranks):
@@ -95,7 +105,12 @@ class VirtualRanks(Ranks):
 
 
 class ProcessRanks(Ranks):
-    """One rank per process over a `torch.distributed` group on CPU tensors (gloo)."""
+    """One rank per process over a `torch.distributed` group, CPU tensors sent point to point by gloo.
+
+    Point to point, because a collective cannot say who is missing: after a time-out every rank knows who arrived. A
+    barrier sends everyone a line of text saying where its sender is, so ranks that make different calls all get an
+    InputError before data of the wrong size is on its way, and stay in step.
+    """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -103,62 +118,109 @@ class ProcessRanks(Ranks):
         self.size = dist.get_world_size(group)
         self.rank = dist.get_rank(group)
         self.local = (self.rank,)
-        self.key = ("process", id(group))
+        self.key = ("process", id(group))  # a cached workspace holds its group, so this id is not used again
 
-    def arrive(self) -> None:
-        self._timed("barrier_all", lambda limit: dist.monitored_barrier(self.group, timeout=limit, wait_all_ranks=True))
+    @property
+    def others(self) -> list[int]:
+        """The other ranks, the next one first: all ranks start with different peers."""
+        return [(self.rank + step) % self.size for step in range(1, self.size)]
 
-    def publish(self, buffers: list[torch.Tensor]) -> None:
-        if self.size == 1 or not buffers[0].numel():
-            self.arrive()
-            return
-        self.arrive()
-        raw = [_bytes(b) for b in buffers]
-        mine = raw[self.rank].clone()
+    def require_device(self, device: torch.device) -> None:
+        """Raise CapabilityError for a device other than CPU, InputError for a group without gloo on CPU."""
+        if device.type != "cpu":
+            raise CapabilityError(
+                f"a process group exchanges CPU tensors over gloo, device={str(device)!r} was asked for; "
+                "use device='cpu', or VirtualGroup(ep) to hold all ranks on one device."
+            )
+        backends = dict(part.split(":") for part in dist.get_backend_config(self.group).split(","))
+        require(
+            backends.get("cpu") == "gloo",
+            f"a process group with CPU tensors needs the gloo backend, this one has {backends.get('cpu', 'none')!r} for "
+            "cpu; call init_process_group('gloo') or new_group(backend='gloo').",
+        )
 
-        def exchange(limit: datetime.timedelta) -> None:
-            work = dist.all_gather(raw, mine, group=self.group, async_op=True)
-            work.wait(limit)
+    def arrive(self, place: str) -> None:
+        """Barrier: see `Ranks.arrive`."""
+        line = place.encode()[:_LINE_BYTES].ljust(_LINE_BYTES)
+        mine = torch.frombuffer(bytearray(line), dtype=torch.uint8)
+        theirs = {peer: torch.empty_like(mine) for peer in self.others}
+        self._exchange(place, dict.fromkeys(self.others, mine), theirs)
+        places = {self.rank: line} | {peer: bytes(data.tolist()) for peer, data in theirs.items()}
+        if len(set(places.values())) > 1:
+            told = "; ".join(f"{self._name([r])} at {places[r].decode(errors='replace').strip()}" for r in sorted(places))
+            raise InputError(
+                f"the ranks are not in the same call: {told}. Every rank of a process group must make the same calls in the "
+                "same order, with equal num_local_tokens, hidden_size, topk, num_local_experts and config."
+            )
 
-        self._timed("publish", exchange)
+    def publish(self, buffers: list[torch.Tensor], what: str) -> None:
+        """Refresh the mirrors of all peers' buffers: see `Ranks.publish`. Raises PeerTimeoutError, InputError."""
+        raw = [_bytes(buffer) for buffer in buffers]
+        place = f"publish of {what}"
+        self.arrive(f"{place} ({raw[self.rank].numel()} bytes)")
+        self._exchange(place, dict.fromkeys(self.others, raw[self.rank]), {peer: raw[peer] for peer in self.others})
 
-    def deliver(self, buffers: list[torch.Tensor], owner: torch.Tensor) -> None:
-        self.arrive()
-        if self.size == 1:
-            return
-        theirs = [torch.nonzero(owner[p] == self.rank).reshape(-1) for p in range(self.size)]
-        mine = [torch.nonzero(owner[self.rank] == r).reshape(-1) for r in range(self.size)]
-        sent = [_bytes(buffers[p][theirs[p]].contiguous()) for p in range(self.size)]
+    def deliver(self, buffers: list[torch.Tensor], owner: torch.Tensor, what: str) -> None:
+        """Bring rows home from the peers' mirrors: see `Ranks.deliver`. Raises PeerTimeoutError, InputError."""
         home = buffers[self.rank]
-        landing = [torch.empty((len(mine[r]), *home.shape[1:]), dtype=home.dtype) for r in range(self.size)]
+        place = f"delivery of {what}"
+        # all ranks hold the same table of who wrote what; if they do not, message sizes would not match either
+        weights = torch.arange(1, owner.numel() + 1).view(owner.shape)
+        check = int(((owner.to(torch.int64) + 2) * weights).sum())
+        self.arrive(f"{place} ({_bytes(home).numel()} bytes, routes {check:x})")
+        rows = {peer: torch.nonzero(owner[self.rank] == peer).reshape(-1) for peer in self.others}
+        landing = {peer: home.new_empty((len(rows[peer]), *home.shape[1:])) for peer in self.others}
+        sent = {peer: _bytes(buffers[peer][owner[peer] == self.rank]) for peer in self.others}
+        self._exchange(place, sent, {peer: _bytes(data) for peer, data in landing.items()})
+        for peer in self.others:
+            home[rows[peer]] = landing[peer]
 
-        def exchange(limit: datetime.timedelta) -> None:
-            others = [p for p in range(self.size) if p != self.rank]
-            operations = [self._p2p(dist.isend, sent[p], p) for p in others if sent[p].numel()]
-            operations += [self._p2p(dist.irecv, _bytes(landing[r]), r) for r in others if landing[r].numel()]
-            for work in dist.batch_isend_irecv(operations) if operations else ():
-                work.wait(limit)
-
-        self._timed("deliver", exchange)
-        for r in range(self.size):
-            if r != self.rank and landing[r].numel():
-                home[mine[r]] = landing[r]
-
-    def _p2p(self, call: Any, data: torch.Tensor, peer: int) -> Any:
-        return dist.P2POp(call, data, dist.get_global_rank(self.group, peer), group=self.group)
-
-    def _timed(self, where: str, call: Any) -> None:
+    def _exchange(self, place: str, sent: dict[int, torch.Tensor], received: dict[int, torch.Tensor]) -> None:
+        """Send and receive bytes per peer, empty ones not at all. Raises PeerTimeoutError naming who failed."""
         seconds = peer_timeout_s()
-        try:
-            call(datetime.timedelta(seconds=seconds))
-        except RuntimeError as error:
-            record = FaultRecord(Fault.PEER_TIMEOUT, self.rank, where, 0, self.size)
-            raise PeerTimeoutError(
-                f"rank {self.rank} waited up to {seconds:g} s at {where} and not all {self.size} ranks arrived: "
-                f"{str(error).splitlines()[0]} This workspace is dead; look for a crashed rank, then create a new "
-                "workspace (MOK_TIMEOUT_PEER sets the limit in seconds).",
-                record,
-            ) from None
+        deadline = time.monotonic() + seconds
+        failed: dict[int, str] = {}
+        works: list[tuple[int, Any]] = []
+        for call, table in ((dist.irecv, received), (dist.isend, sent)):
+            for peer, data in table.items():
+                if data.numel() and peer not in failed:
+                    try:
+                        works.append((peer, call(data, group=self.group, **{_PEER[call]: peer})))
+                    except (RuntimeError, ValueError) as error:  # ValueError: the group was destroyed
+                        failed[peer] = str(error)
+        for peer, work in works:
+            try:
+                # a wait of 0 would be for ever; the others are asked even after a time-out: most have arrived
+                work.wait(datetime.timedelta(seconds=max(0.02, deadline - time.monotonic())))
+            except RuntimeError as error:
+                failed.setdefault(peer, str(error))
+        if failed:
+            raise self._timeout(place, seconds, failed)
+
+    def _timeout(self, place: str, seconds: float, failed: dict[int, str]) -> PeerTimeoutError:
+        lost = sorted(peer for peer, text in failed.items() if any(sign in text for sign in _LOST))
+        late = sorted(set(failed) - set(lost))
+        reasons = [f"lost the connection to {self._name(lost)}"] if lost else []
+        reasons += [f"waited {seconds:g} s and {self._name(late)} did not arrive"] if late else []
+        record = FaultRecord(Fault.PEER_TIMEOUT, self.rank, place, self.size - len(failed), self.size)
+        return PeerTimeoutError(
+            f"{self._name([self.rank])} at {place}: {', and '.join(reasons)} ({self.size - len(failed)} of {self.size} ranks "
+            "are there). This workspace is dead, and so are the connections of its process group: look for the first rank "
+            "that stopped, then start the ranks again, or make a new group and workspace (MOK_TIMEOUT_PEER sets the limit in "
+            f"seconds). gloo says: {next(iter(failed.values())).splitlines()[0]}",
+            record,
+        )
+
+    def _name(self, ranks: list[int]) -> str:
+        """`rank 1` or `ranks 0, 2`; in a group of some of the processes with the ranks of the world."""
+        whole = not dist.is_initialized() or self.group == dist.group.WORLD
+        names = [str(r) if whole else f"{r} (world rank {dist.get_global_rank(self.group, r)})" for r in ranks]
+        return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(names)}"
+
+
+_LINE_BYTES = 160
+_PEER = {dist.isend: "group_dst", dist.irecv: "group_src"}
+_LOST = ("closed by peer", "reset by peer", "Broken pipe")  # gloo's words for a process that is gone, not late
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -171,7 +233,12 @@ def ranks_of(group: VirtualGroup | dist.ProcessGroup | None) -> Ranks:
     if isinstance(group, VirtualGroup):
         return VirtualRanks(group)
     if isinstance(group, dist.ProcessGroup):
+        require(
+            dist.is_initialized() and dist.get_rank(group) >= 0,
+            "this process is not a member of the process group, or the group was destroyed; only its members may call.",
+        )
         return ProcessRanks(group)
+    require(group != dist.GroupMember.NON_GROUP_MEMBER, "this process is not a member of the process group.")
     raise InputError(
         f"group must be a torch.distributed process group or mok.VirtualGroup, got {group!r}; "
         "initialise torch.distributed first, or use VirtualGroup(1) in one process."

@@ -20,15 +20,20 @@ _MAIN_GRADS = ("routed_gate_main", "routed_up_main", "routed_down_main", "shared
 
 
 @torch.library.custom_op("mok::all_gather_top_experts", mutates_args=("buffer", "token_counts"))
-def all_gather_top_experts(top_experts: Tensor, buffer: Tensor, token_counts: Tensor, rank: int, handle: int) -> None:
-    """Gather i32 [T, K] routes of every rank into `buffer` i32 [EP, max T, K] and their counts into i32 [EP]."""
+def all_gather_top_experts(
+    top_experts: Tensor, buffer: Tensor, token_counts: Tensor, rank: int, handle: int, agreement: str = ""
+) -> None:
+    """Gather i32 [T, K] routes of every rank into `buffer` i32 [EP, max T, K] and their counts into i32 [EP].
+
+    `agreement` is text that must be equal on all ranks. Raises InputError where it is not, and PeerTimeoutError.
+    """
     count = top_experts.shape[0]
     buffer[rank].fill_(-1)
     buffer[rank, :count].copy_(top_experts)
     token_counts[rank] = count
     ranks = workspace.lookup(handle).ranks
-    ranks.publish(list(token_counts.unsqueeze(1).unbind(0)))
-    ranks.publish(list(buffer.unbind(0)))
+    ranks.publish(list(token_counts.unsqueeze(1).unbind(0)), f"token counts, {agreement}" if agreement else "token counts")
+    ranks.publish(list(buffer.unbind(0)), "routes")
 
 
 @torch.library.custom_op("mok::barrier_all", mutates_args=("buffers",))
@@ -39,14 +44,15 @@ def barrier_all(
 
     buffers: one tensor per rank, [T, ...] to publish or [T*K, ...] to deliver. Raises PeerTimeoutError.
     """
-    ranks = workspace.lookup(handle).ranks
+    space = workspace.lookup(handle)
+    ranks, what = space.ranks, space.name_of(buffers)
     if exchange == "publish":
-        ranks.publish(buffers)
+        ranks.publish(buffers, what)
     else:
         token = torch.arange(topk_all.shape[1], device=topk_all.device)
         valid = (token[None, :] < token_counts[:, None])[:, :, None] & (topk_all >= 0)
         owner = torch.where(valid, topk_all // num_local_experts, -1)
-        ranks.deliver(buffers, owner.reshape(owner.shape[0], -1))
+        ranks.deliver(buffers, owner.reshape(owner.shape[0], -1), what)
 
 
 @torch.library.custom_op("mok::schedule", mutates_args=("fault",))

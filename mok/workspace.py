@@ -89,6 +89,12 @@ class MoKWorkspace:
         )
         return dict(zip(self.held, counts, strict=True))
 
+    def name_of(self, buffers: list[Tensor]) -> str:
+        """The name of a list of symmetric buffers (or of views of them), for messages."""
+        names = ("x", "d_y", "combine", "d_x_routed", "router_weight", "d_router_weight")
+        first = buffers[0].data_ptr()
+        return next((name for name in names if getattr(self, name)[0].data_ptr() == first), "buffers")
+
     def check(self) -> None:
         """Wait for the device and raise the fault of any finished call. The only synchronising call."""
         if self.device.type == "cuda":
@@ -163,8 +169,7 @@ def validate_workspace_args(
 ) -> None:
     """Raise InputError for arguments no workspace can be made of."""
     validate.config(config)
-    ranks_of(group)
-    validate.device(device)
+    ranks_of(group).require_device(validate.device(device))
     require(
         isinstance(num_local_tokens, int) and num_local_tokens >= 0,
         f"num_local_tokens must be an int >= 0, got {num_local_tokens!r}.",
