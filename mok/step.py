@@ -230,7 +230,7 @@ def check_context(
     )
     require(
         len(context.tensors) == len(rings),
-        f"the context holds {len(context.tensors)} ranks, but this workspace runs {len(rings)}; pass the context of this forward.",
+        f"the context holds {len(context.tensors)} ranks, but this workspace runs {len(rings)}; pass this forward's context.",
     )
     ring_axis, gate_shared = (0, 1) if precision == "bf16" else (1, 2)  # mxfp8 keeps the rows' transposed copy
     for tensors, ring_rows, count in zip(context.tensors, rings, tokens, strict=True):

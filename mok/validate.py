@@ -115,9 +115,10 @@ def config(value: object) -> None:
 
 def device(value: object) -> torch.device:
     """`value` as a torch device. Raises InputError for what names none."""
-    require(isinstance(value, (str, torch.device)), f"device must be a torch.device or a string such as 'cpu', got {value!r}.")
+    if not isinstance(value, (str, torch.device)):
+        raise InputError(f"device must be a torch.device or a string such as 'cpu', got {value!r}.")
     try:
-        return torch.device(value)  # type: ignore[arg-type]
+        return torch.device(value)
     except RuntimeError:
         raise InputError(f"device {value!r} is none that torch knows; use 'cpu', 'cuda' or 'cuda:0'.") from None
 

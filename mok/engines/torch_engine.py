@@ -77,7 +77,7 @@ def forward(
                 hidden = swiglu.forward(gate.float(), up.float(), swiglu_limit).bfloat16()
                 assert weights.down is not None
                 y_rows[here] = (math.along_k(hidden) @ weights.down.t()).bfloat16()
-                if save_context and macrobatch == 0:
+                if save_context:  # later macrobatches overwrite it: what stays is the one walked last, 0
                     ring.store(block.offset, x_rows[here], gate, up)
             table.scatter(y_rows, combine_peers, first)
     return (*_context(math.name, ring, gate_shared, up_shared, save_context), y_shared)
@@ -194,7 +194,7 @@ def shared_output(gate: Tensor, up: Tensor, down: Tensor, limit: float | None) -
 
 
 class _Ring:
-    """What stays of macrobatch 0: dispatched rows, gate and up. Zeroed where no row lies, so that contexts are clean."""
+    """The macrobatch ring: rows, gate and up of the macrobatch walked last. Zero where no row lies: contexts are clean."""
 
     def __init__(self, rows: int, hidden_size: int, intermediate: int, device: torch.device) -> None:
         self.x = torch.zeros((rows, hidden_size), dtype=torch.bfloat16, device=device)
