@@ -19,7 +19,7 @@ import pytest
 import torch
 from support import rank_worker
 from support.cases import make_case
-from support.rank_worker import EXPERTS, STEPS, WIDE, WORLDS, counts_of
+from support.rank_worker import EXPERTS, LAYER_COUNTS, STEPS, WIDE, WORLDS, counts_of
 from support.steps import SHARED_WEIGHT_GRADIENTS, bits, run_step
 
 from mok import VirtualGroup
@@ -196,9 +196,11 @@ def test_workspaces_are_cached_per_group(worlds: dict[int, World]) -> None:
         assert "'meta'" in seen["device"]["text"]
 
 
-def test_training_step_of_a_layer_on_two_processes(worlds: dict[int, World]) -> None:
-    seen = worlds[2].results("layer")
-    alone = rank_worker.layer_step(0, VirtualGroup(2), VirtualGroup(2).split(rank_worker.LAYER_TOKENS))
+@pytest.mark.parametrize("tokens", list(LAYER_COUNTS))
+def test_training_step_of_a_layer_on_two_processes(worlds: dict[int, World], tokens: str) -> None:
+    counts = LAYER_COUNTS[tokens]
+    seen = [rank[tokens] for rank in worlds[2].results("layer")]
+    alone = rank_worker.layer_step(0, VirtualGroup(2, counts), counts)
     for name in ("out", "d_x", *(f"{new}_w_routed_{part}" for new in ("d", "new") for part in ("gate", "up", "down"))):
         assert torch.equal(torch.cat([part[name] for part in seen]), alone[name]), name
     for part in ("gate", "up", "down"):
