@@ -28,6 +28,10 @@ class WorkspaceError(MokError, RuntimeError):
     """A workspace or context used in a way its contract forbids (reuse, two threads, dead after a time-out)."""
 
 
+class NumericsError(MokError, ArithmeticError):
+    """Results further from the truth than acceptance allows; the message names the tensor, the place and the limit."""
+
+
 class FaultError(MokError, RuntimeError):
     """A fault only the device could know; raised by the next eager call or by `workspace.check()`."""
 

@@ -240,9 +240,12 @@ def _row_scales(x: Tensor, matrices: list[Tensor], limit: float | None, d_y: Ten
 
     Row i of dW_gate is sum_r d_gate[r,i] x[r], with d_gate = d_h u s'(g), s = silu, and g, u, d_h dot products whose
     terms may cancel. With G, U, D the root sum of squares of those terms, first-order propagation gives
-    A_gate^2 = (D u s')^2 + (d_h U s')^2 + (d_h u s'' G)^2 and A_up^2 = (D s)^2 + (d_h s' G)^2; a row's scale is
-    sqrt(sum_r A[r,i]^2 |x[r]|^2). An expert with one row and g near 0 shows why it is needed: that row of dW_up is
-    near 0, and the rounding of g is all of it.
+    A_gate^2 = (D u s')^2 + (d_h U s')^2 + (d_h u s'' G)^2 and A_up^2 = (D s)^2 + (d_h s' G)^2, plus the products of
+    two such errors at 2^-3 (E4M3's 2^-4, twice), which are all that is left where two factors cancel at once. An
+    expert with one row and g near 0 shows the need: that row of dW_up is near 0, and the rounding of g is all of it.
+
+    A row's squared scale is sum_r + 3 max_r of A[r,i]^2 |x[r]|^2: where one term dominates the sum, the row's error
+    has the wide tail of a scalar.
     """
     gate_w, up_w, down_w = matrices
     g, u, d_h = x @ gate_w.t(), x @ up_w.t(), d_y @ down_w
@@ -255,8 +258,13 @@ def _row_scales(x: Tensor, matrices: list[Tensor], limit: float | None, d_y: Ten
     first = sigmoid * (1 + g * (1 - sigmoid))
     second = sigmoid * (1 - sigmoid) * (2 + g * (1 - 2 * sigmoid))
     gate = (D * u * first).square() + (d_h * U * first).square() + (d_h * u * second * G).square()
-    up = (D * g * sigmoid).square() + (d_h * first * G).square()
+    gate += 2.0**-6 * ((D * U * first).square() + (D * u * second * G).square() + (d_h * U * second * G).square())
+    up = (D * g * sigmoid).square() + (d_h * first * G).square() + 2.0**-6 * (D * first * G).square()
     if limit is not None:
         gate, up = gate * g_free, up * u_free
-    norms = x.square().sum(1)
-    return (norms @ gate).sqrt(), (norms @ up).sqrt()
+    norms = x.square().sum(1, keepdim=True)
+    scales = []
+    for terms in (norms * gate, norms * up):
+        largest = terms.amax(0) if len(terms) else 0.0
+        scales.append((terms.sum(0) + 3 * largest).sqrt())
+    return scales[0], scales[1]

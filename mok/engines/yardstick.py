@@ -55,7 +55,10 @@ def moe_layer(
     if precision not in PRECISIONS:
         raise unknown_name("precision", precision, PRECISIONS)
     counts = list(token_counts) if token_counts is not None else [len(x)]
-    require(sum(counts) == len(x) and min(counts) >= 0, f"token_counts {counts} must be >= 0 and add up to T={len(x)}.")
+    require(
+        sum(counts) == len(x) and all(count >= 0 for count in counts),
+        f"token_counts {counts} must be >= 0 and add up to T={len(x)}.",
+    )
     with torch.no_grad():
         return _run(inputs, precision == "mxfp8", counts)
 
