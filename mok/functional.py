@@ -102,9 +102,9 @@ def forward(
     up; shared_output_gate_weight bf16 [1, H] multiplies the shared output by sigmoid(x . w). Raises InputError.
     """
     with workspace.step():
-        size, device = workspace.hidden_size, workspace.device
         validate.config(config)
         validate.swiglu_limit(swiglu_limit)
+        size, device = workspace.hidden_size, workspace.device
         shared = validate.shared_weights((w_shared_gate, w_shared_up, w_shared_down), size, device)
         weights = {"w_routed_gate": w_routed_gate, "w_routed_up": w_routed_up, "w_routed_down": w_routed_down}
         precision, routed = step.routed(workspace, schedule, weights)
@@ -170,9 +170,9 @@ def recompute_forward_context(
 ) -> MoKForwardContext:
     """The context `forward` would have saved, rebuilt without down projections (manual activation checkpointing)."""
     with workspace.step():
-        size, device = workspace.hidden_size, workspace.device
         validate.config(config)
         validate.swiglu_limit(swiglu_limit)
+        size, device = workspace.hidden_size, workspace.device
         shared = validate.shared_weights((w_shared_gate, w_shared_up), size, device)
         precision, routed = step.routed(workspace, schedule, {"w_routed_gate": w_routed_gate, "w_routed_up": w_routed_up})
         counts = step.inputs(workspace, schedule, x, None, None, shared)
@@ -230,9 +230,9 @@ def backward(
     a shared expert. Raises InputError, and WorkspaceError when `context` was used before.
     """
     with workspace.step():
-        size, device = workspace.hidden_size, workspace.device
         validate.config(config)
         validate.swiglu_limit(swiglu_limit)
+        size, device = workspace.hidden_size, workspace.device
         shared = validate.shared_weights((w_shared_gate, w_shared_up, w_shared_down), size, device)
         weights = {"w_routed_gate": w_routed_gate, "w_routed_up": w_routed_up, "w_routed_down": w_routed_down}
         precision, routed = step.routed(workspace, schedule, weights, backward=True)

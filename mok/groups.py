@@ -61,8 +61,7 @@ class VirtualGroup:
     def split(self, num_tokens: int) -> tuple[int, ...]:
         """Tokens of each rank for a packed batch of `num_tokens`. Raises InputError when the counts do not add up."""
         if self.token_counts is None:
-            share, more = divmod(num_tokens, self.ep)
-            return tuple(share + (r < more) for r in range(self.ep))
+            return tuple((num_tokens + self.ep - 1 - r) // self.ep for r in range(self.ep))  # traceable, unlike divmod
         require(
             sum(self.token_counts) == num_tokens,
             f"VirtualGroup token_counts {self.token_counts} add up to {sum(self.token_counts)}, not to {num_tokens} tokens.",

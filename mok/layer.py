@@ -27,6 +27,8 @@ from mok.workspace import MoKWorkspace, get_workspace
 
 Tensor = torch.Tensor
 
+MIN_TRACED_TOKENS = 128  # first workspace of a layer that is compiled before it ever ran
+
 
 @dataclass(frozen=True)
 class _Settings:
@@ -294,8 +296,7 @@ class MoELayer(nn.Module):
 
     def experts(self, x: Tensor, top_experts: Tensor, router_weights: Tensor) -> Tensor:
         """The experts alone: bf16 [T, H] for x bf16 [T, H], top_experts [T, K], router_weights f32 [T, K]."""
-        if self.grows:
-            self.max_tokens = max(self.max_tokens, x.shape[0])
+        self._grow(x.shape[0])
         workspace = get_workspace(
             self.config,
             self.group,
@@ -325,6 +326,17 @@ class MoELayer(nn.Module):
         )
         out: Tensor = _Experts.apply(settings, top_experts, x, router_weights, *weights)  # type: ignore[no-untyped-call]
         return out
+
+    def _grow(self, num_tokens: int) -> None:
+        """Raise `max_tokens` to `num_tokens` unless the user fixed it. Traced, a size may be symbolic but the workspace's
+        must be a number: there it is only compared.
+        """
+        if not self.grows:
+            return
+        if not torch.compiler.is_compiling():
+            self.max_tokens = max(self.max_tokens, num_tokens)
+        while self.max_tokens < num_tokens:
+            self.max_tokens = max(MIN_TRACED_TOKENS, 2 * self.max_tokens)
 
     def _main_grads(self) -> tuple[Tensor | None, ...] | None:
         if not self.fuse_main_grad:

@@ -117,10 +117,8 @@ def inputs(
     counts = workspace.split(x.shape[0])
     for r in workspace.ranks.local:
         made_for = of_rank(schedule, workspace, r).top_experts.shape[0]
-        require(
-            made_for == counts[r],
-            f"the schedule was built for {made_for} tokens on rank {r}, but x brings {counts[r]}.",
-        )
+        if made_for != counts[r]:
+            raise InputError(f"the schedule was built for {made_for} tokens on rank {r}, but x brings {counts[r]}.")
     if router_weights is not None:
         validate.tensor("router_weights", router_weights, (x.shape[0], workspace.topk), (torch.float32,), device)
     if output_gate is not None:
@@ -240,11 +238,11 @@ def check_context(
             f"the context holds a ring of {saved} rows, but this config and schedule need {ring_rows}; pass the same MoKConfig "
             "and schedule to forward and backward.",
         )
-        require(
-            made_for == count or not shared,
-            f"the context holds the shared expert of {made_for} tokens, but this call has {count}; pass the context of this "
-            "forward.",
-        )
+        if shared and made_for != count:
+            raise InputError(
+                f"the context holds the shared expert of {made_for} tokens, but this call has {count}; pass the context of "
+                "this forward."
+            )
     require(
         output_gate is not None or context.output_gate is None,
         "forward used shared_output_gate_weight; pass the same one to backward.",

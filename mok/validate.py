@@ -19,9 +19,9 @@ def tensor(
     """`value` if it is a contiguous tensor of `shape` (None = any size), dtype and device; else InputError says what differs."""
     if not isinstance(value, Tensor):
         raise InputError(f"{name} must be a tensor, got {type(value).__name__}.")
-    wanted = "[" + ", ".join("any" if n is None else str(n) for n in shape) + "]"
-    fits = value.dim() == len(shape) and all(n is None or int(n) == int(m) for n, m in zip(shape, value.shape, strict=True))
-    require(fits, f"{name} must be {wanted}, got {list(value.shape)}.")
+    if value.dim() != len(shape) or any(n is not None and n != m for n, m in zip(shape, value.shape, strict=True)):
+        wanted = ", ".join("any" if n is None else str(n) for n in shape)  # only here: a traced size has no text
+        raise InputError(f"{name} must be [{wanted}], got {list(value.shape)}.")
     if value.dtype not in dtypes:
         allowed = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
         raise InputError(f"{name} must be {allowed}, got {str(value.dtype).removeprefix('torch.')}.")

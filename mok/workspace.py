@@ -17,7 +17,7 @@ import torch
 
 from mok import validate
 from mok.config import MoKConfig
-from mok.errors import Fault, FaultRecord, PeerTimeoutError, WorkspaceError, require
+from mok.errors import Fault, FaultRecord, InputError, PeerTimeoutError, WorkspaceError, require
 from mok.groups import Ranks, VirtualGroup, ranks_of
 from mok.schedule import FAULT_WORDS
 
@@ -83,10 +83,10 @@ class MoKWorkspace:
         virtual = self.ranks.virtual
         counts = (num_tokens,) if virtual is None else virtual.split(num_tokens)
         worst = max(counts)
-        require(
-            worst <= self.max_tokens,
-            f"{worst} tokens on one rank exceed the workspace's {self.max_tokens}; create one with a larger num_local_tokens.",
-        )
+        if worst > self.max_tokens:  # the message only when needed: writing a traced size down would fix it
+            raise InputError(
+                f"{worst} tokens on one rank exceed the workspace's {self.max_tokens}; create one with a larger num_local_tokens."
+            )
         return dict(zip(self.held, counts, strict=True))
 
     def name_of(self, buffers: list[Tensor]) -> str:
@@ -193,6 +193,16 @@ def get_workspace(
     config: MoKConfig, group: Any, *, device: torch.device | str, num_local_tokens: int, hidden_size: int, topk: int
 ) -> MoKWorkspace:
     """A cached workspace for these properties: layers of one model share it. A dead one is replaced."""
+    if torch.compiler.is_compiling():
+        name = _made_outside(config, group, str(device), num_local_tokens, hidden_size, topk)
+        traced: MoKWorkspace = getattr(_TRACED, name)
+        return traced
+    return _cached(config, group, device, num_local_tokens, hidden_size, topk)
+
+
+def _cached(
+    config: MoKConfig, group: Any, device: torch.device | str, num_local_tokens: int, hidden_size: int, topk: int
+) -> MoKWorkspace:
     validate_workspace_args(config, group, device=device, num_local_tokens=num_local_tokens, hidden_size=hidden_size, topk=topk)
     key = (ranks_of(group).key, str(torch.device(device)), num_local_tokens, hidden_size, topk)
     cached = _CACHE.get(key)
@@ -202,6 +212,23 @@ def get_workspace(
     return cached
 
 
+class _Traced:
+    """Cached workspaces as attributes: a trace reads attributes as they are, and a dict as it was when first seen."""
+
+
+_TRACED = _Traced()
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _made_outside(config: MoKConfig, group: Any, device: str, num_local_tokens: int, hidden_size: int, topk: int) -> str:
+    """Name in `_TRACED` of the cached workspace. Runs while tracing, outside the graph: buffers must not be made inside."""
+    workspace = _cached(config, group, device, num_local_tokens, hidden_size, topk)
+    name = f"workspace_{workspace.handle}"
+    setattr(_TRACED, name, workspace)
+    return name
+
+
 def clear_workspace_cache() -> None:
     """Forget cached workspaces; those still referenced elsewhere live on."""
     _CACHE.clear()
+    vars(_TRACED).clear()
