@@ -39,64 +39,62 @@ constexpr int kTaskEmpty = kTaskFull + 8 * kQueue;
 constexpr int kTasks = kTaskEmpty + 8 * kQueue;
 constexpr int kRole = kTasks + 4 * kQueueWords * kQueue;
 constexpr int kCommBarriers = kRole + 16;
-constexpr int kSharedBytes = kCommBarriers + kCommWarps * kCommSlots * 8;
+constexpr int kTraceState = kCommBarriers + kCommWarps * kCommSlots * 8;
+constexpr int kSharedBytes = kTraceState + kTraceLanes * kTraceStateBytes;
 static_assert(kCommWarps * kCommPoolBytes <= kBarriers, "the slots of communication warps lie below all barriers");
 static_assert(kSharedBytes <= 227 * 1024, "shared memory of one CTA");
 
 __device__ __forceinline__ ComputeTask read_task(u32 at) {
   return ComputeTask{shared_load(at), shared_load(at + 4), shared_load(at + 8), shared_load(at + 12),
-                     shared_load(at + 16), shared_load(at + 20), shared_load(at + 24)};
+                     shared_load(at + 16), shared_load(at + 20), shared_load(at + 24), shared_load(at + 28)};
 }
 
-// A place in a ring of mbarriers.
+// A place in a ring of kSize mbarriers (a power of two): one counter holds both index and phase.
+template <int kSize>
 struct RingPlace {
-  int index = 0;
-  u32 phase = 0;
-  template <int kSize>
-  __device__ __forceinline__ void next() {
-    if (++index == kSize) {
-      index = 0;
-      phase ^= 1;
-    }
-  }
+  u32 count = 0;
+  __device__ __forceinline__ int index() const { return count & (kSize - 1); }
+  __device__ __forceinline__ u32 phase() const { return count / kSize & 1; }
 };
 
 // Draws tickets for the cluster and hands the tasks to both CTAs.
 __device__ __forceinline__ void scheduler_thread(const ForwardParams& p, const Problem& problem, u32 smem) {
   ComputeWalker walker(&problem);
-  RingPlace q;
+  RingPlace<kQueue> q;
   for (;;) {
     int ticket = atomicAdd(p.sync + kComputeTicket, 1);
     ComputeTask t = walker.seek(ticket);
-    mbar_wait(smem + kTaskEmpty + 8 * q.index, q.phase ^ 1);
+    mbar_wait(smem + kTaskEmpty + 8 * q.index(), q.phase() ^ 1);
 #pragma unroll
     for (int cta = 0; cta < 2; ++cta) {
-      u32 to = peer_address(smem + kTasks + 4 * kQueueWords * q.index, cta);
+      u32 to = peer_address(smem + kTasks + 4 * kQueueWords * q.index(), cta);
       cluster_store(to, t.kind);
       cluster_store(to + 4, t.expert);
       cluster_store(to + 8, t.block);
       cluster_store(to + 12, t.num_blocks);
       cluster_store(to + 16, t.tile);
-      cluster_store(to + 20, t.macro);
-      cluster_store(to + 24, t.mini);
-      mbar_arrive_cluster(peer_address(smem + kTaskFull + 8 * q.index, cta));
+      cluster_store(to + 20, t.num_tiles);
+      cluster_store(to + 24, t.macro);
+      cluster_store(to + 28, t.mini);
+      mbar_arrive_cluster(peer_address(smem + kTaskFull + 8 * q.index(), cta));
     }
     if (t.kind == kDone) return;
-    q.next<kQueue>();
+    ++q.count;
   }
 }
 
 __device__ __forceinline__ void producer_thread(const ForwardParams& p, const Problem& problem, const Flags& flags,
                                                 DeviceEnv& env, u32 smem, u32 cta) {
-  RingPlace q, s;
+  RingPlace<kQueue> q;
+  RingPlace<kStages> s;
   for (;;) {
-    mbar_wait_cluster(smem + kTaskFull + 8 * q.index, q.phase);
-    ComputeTask t = read_task(smem + kTasks + 4 * kQueueWords * q.index);
-    mbar_arrive(peer_address(smem + kTaskEmpty + 8 * q.index, 0));
-    q.next<kQueue>();
+    mbar_wait_cluster(smem + kTaskFull + 8 * q.index(), q.phase());
+    ComputeTask t = read_task(smem + kTasks + 4 * kQueueWords * q.index());
+    mbar_arrive(peer_address(smem + kTaskEmpty + 8 * q.index(), 0));
+    ++q.count;
     if (t.kind == kDone) return;
-    int block = t.block + cta;
-    bool mine = (int)cta < t.num_blocks;
+    int block = t.block_of(cta);
+    bool mine = t.has(cta), pair = t.num_blocks == 2;
     int mini = problem.mini_index(t.macro, t.mini);
     if (mine) {
       acquire_input(env, problem, flags, t, block);
@@ -105,22 +103,30 @@ __device__ __forceinline__ void producer_thread(const ForwardParams& p, const Pr
     bool down = t.kind == kDown || t.kind == kDownShared;
     bool shared = t.kind == kGateUpShared || t.kind == kDownShared;
     const TensorMap* a = &p.a[(shared ? kXShared : kXRing) + (down ? 1 : 0)];
-    // this CTA's half of the weight tile: gate or up rows, or the first or second 128 columns of the down projection
-    const TensorMap* b = &p.b[(shared ? kSharedGate : kGate) + (down ? 2 : (int)cta)];
-    int b_row = down ? t.tile * kDownCols + (int)cta * 128 : t.tile * kGateUpCols;
+    // the weight tile has two halves of 128 rows: gate and up, or the two halves of a down tile's columns
+    const TensorMap* first = &p.b[(shared ? kSharedGate : kGate) + (down ? 2 : 0)];
+    const TensorMap* second = down ? first : first + 1;
+    int b_row = t.tile_of(cta) * (down ? kDownCols : kGateUpCols), b_step = down ? 128 : 0;
     int a_row = block * kBlockRows - t.macro * problem.ring;
     int steps = (down ? problem.intermediate : problem.hidden) / kTileK;
     env.trace->begin(kLoad + t.kind, mini, block);
     for (int k = 0; k < steps; ++k) {
-      u32 full = smem + kFull + 8 * s.index;
-      u32 stage = smem + s.index * kStageBytes;
-      mbar_wait(smem + kEmpty + 8 * s.index, s.phase ^ 1);
-      mbar_expect(full, mine ? kStageBytes : kBytesB);
+      u32 full = smem + kFull + 8 * s.index();
+      u32 stage = smem + s.index() * kStageBytes;
+      mbar_wait(smem + kEmpty + 8 * s.index(), s.phase() ^ 1);
+      mbar_expect(full, mine ? kStageBytes : 0);
+      if (pair) {
+        // each CTA fetches one half of the weight tile they share and sends it to both
+        tma_load_3d_multicast(stage + kBytesA + cta * (kBytesB / 2), cta ? second : first, full, k * kTileK,
+                              b_row + cta * b_step, t.expert, 3);
+      } else if (mine) {
+        tma_load_3d(stage + kBytesA, first, full, k * kTileK, b_row, t.expert);
+        tma_load_3d(stage + kBytesA + kBytesB / 2, second, full, k * kTileK, b_row + b_step, t.expert);
+      }
       if (mine) tma_load_2d(stage, a, full, k * kTileK, a_row);
-      tma_load_3d_multicast(stage + kBytesA + cta * (kBytesB / 2), b, full, k * kTileK, b_row, t.expert, 3);
-      s.next<kStages>();
+      ++s.count;
     }
-    env.trace->end(kLoad + t.kind, mini, t.tile);
+    env.trace->end(kLoad + t.kind, mini, t.tile_of(cta));
   }
 }
 
@@ -135,7 +141,7 @@ struct Consumer {
   int group;  // warpgroup 0 or 1
   int warp;   // 0..3 in the group
   int lane;
-  RingPlace stage;
+  RingPlace<kStages> stage;
 
   __device__ __forceinline__ void release(int index) {
     // every warp tells both CTAs: the weight half in this stage came from the other one's TMA
@@ -146,10 +152,10 @@ struct Consumer {
     int previous = 0;
     for (int k = 0; k < steps; ++k) {
       u32 before = env.trace->tick();
-      mbar_wait(smem + kFull + 8 * stage.index, stage.phase);
+      mbar_wait(smem + kFull + 8 * stage.index(), stage.phase());
       stall += env.trace->tick() - before;
-      u64 a = operand_descriptor(smem + stage.index * kStageBytes + group * (kBytesA / 2));
-      u64 b = operand_descriptor(smem + stage.index * kStageBytes + kBytesA);
+      u64 a = operand_descriptor(smem + stage.index() * kStageBytes + group * (kBytesA / 2));
+      u64 b = operand_descriptor(smem + stage.index() * kStageBytes + kBytesA);
       wgmma_fence();
 #pragma unroll
       for (int j = 0; j < kTileK / 16; ++j) wgmma_m64n256k16(acc, a + 2 * j, b + 2 * j, k | j);
@@ -158,39 +164,38 @@ struct Consumer {
         wgmma_wait<1>();
         release(previous);
       }
-      previous = stage.index;
-      stage.next<kStages>();
+      previous = stage.index();
+      ++stage.count;
     }
     wgmma_wait<0>();
     release(previous);
   }
 
-  // A row block the task does not have: keep the stages turning, the other CTA's multicasts need them.
+  // A tile the task does not have: keep the stages turning, the other CTA counts on it.
   __device__ __forceinline__ void skip(int steps) {
     for (int k = 0; k < steps; ++k) {
-      mbar_wait(smem + kFull + 8 * stage.index, stage.phase);
-      release(stage.index);
-      stage.next<kStages>();
+      mbar_wait(smem + kFull + 8 * stage.index(), stage.phase());
+      release(stage.index());
+      ++stage.count;
     }
   }
 
-  __device__ __forceinline__ void gate_up(float (&acc)[128], const ComputeTask& t, int row, int rows) {
+  __device__ __forceinline__ void gate_up(float (&acc)[128], const ComputeTask& t, int tile, int row, int rows) {
     bool shared = t.kind == kGateUpShared;
     WarpPatch patch{smem + kPatches + (group * 4 + warp) * 4096};
-    int cols = p.intermediate - t.tile * kGateUpCols;
-    long long at = (long long)row * p.intermediate + t.tile * kGateUpCols;
-    u16* gate = shared ? p.gate_shared : (t.macro == 0 ? p.gate : nullptr);
-    u16* up = shared ? p.up_shared : (t.macro == 0 ? p.up : nullptr);
+    int cols = p.intermediate - tile * kGateUpCols;
+    long long at = (long long)row * p.intermediate + tile * kGateUpCols;
+    bool keep = shared ? p.gate_shared != nullptr : (t.macro == 0 && p.gate != nullptr);
     u32 g[32], u[32];
 #pragma unroll
     for (int i = 0; i < 32; ++i) g[i] = pack_bf16(acc[2 * i], acc[2 * i + 1]);
 #pragma unroll
     for (int i = 0; i < 32; ++i) u[i] = pack_bf16(acc[64 + 2 * i], acc[64 + 2 * i + 1]);
-    if (gate != nullptr) {
+    if (keep) {
       patch.put(g, lane);
-      store_patch(patch, gate + at, p.intermediate, rows, cols, lane);
+      store_patch(patch, (shared ? p.gate_shared : p.gate) + at, p.intermediate, rows, cols, lane);
       patch.put(u, lane);
-      store_patch(patch, up + at, p.intermediate, rows, cols, lane);
+      store_patch(patch, (shared ? p.up_shared : p.up) + at, p.intermediate, rows, cols, lane);
     }
 #pragma unroll
     for (int i = 0; i < 32; ++i) {
@@ -200,7 +205,7 @@ struct Consumer {
     store_patch(patch, (shared ? p.hidden_shared : p.hidden_ring) + at, p.intermediate, rows, cols, lane);
   }
 
-  __device__ __forceinline__ void down(float (&acc)[128], const ComputeTask& t, int row, int rows) {
+  __device__ __forceinline__ void down(float (&acc)[128], const ComputeTask& t, int tile, int row, int rows) {
     WarpPatch patch{smem + kPatches + (group * 4 + warp) * 4096};
     u64 home = 0;  // lanes 0-15: where this warp's 16 rows go
     bool by_row = !MOK_COMBINE_COMM && t.kind == kDown;
@@ -215,7 +220,7 @@ struct Consumer {
 #pragma unroll
       for (int i = 0; i < 32; ++i) v[i] = pack_bf16(acc[half * 64 + 2 * i], acc[half * 64 + 2 * i + 1]);
       patch.put(v, lane);
-      int column = t.tile * kDownCols + half * 128;
+      int column = tile * kDownCols + half * 128;
       if (by_row) {
 #pragma unroll 2
         for (int i = 0; i < 8; ++i) {
@@ -231,31 +236,64 @@ struct Consumer {
     }
   }
 
-  __device__ __forceinline__ void run() {
-    RingPlace q;
+  // Before the first tile: all SMs fetch the first minibatch, whose arrival nothing else hides. Eight warps share a
+  // unit of 32 rows. Draws only tickets of that minibatch, which wait for nothing.
+  __device__ __forceinline__ void assist() {
+    if (p.mode != kEverything || p.shared_rows > 0 || problem.num_rows <= 0) return;
+    int limit = problem.mini_rows(problem.num_macros() - 1, 0) / kUnitRows;
+    CommWalker walker(&problem);
+    int thread = group * 128 + warp * 32 + lane;
     for (;;) {
-      mbar_wait_cluster(smem + kTaskFull + 8 * q.index, q.phase);
-      ComputeTask t = read_task(smem + kTasks + 4 * kQueueWords * q.index);
+      if (thread == 0) {
+        int* next = p.sync + kCommTicket;
+        int ticket = load_relaxed(next);
+        while (ticket < limit) {
+          int seen = atomicCAS(next, ticket, ticket + 1);
+          if (seen == ticket) break;
+          ticket = seen;
+        }
+        cluster_store(peer_address(smem + kRole + 4, cta), ticket);
+      }
+      named_barrier(3, 256);
+      int ticket = shared_load(smem + kRole + 4);
+      if (ticket >= limit) return;
+      CommUnit unit = walker.seek(ticket);
+      if (thread == 0) env.trace->begin(kDispatchUnit, problem.mini_index(unit.macro, unit.mini), unit.row / kBlockRows);
+      for (int i = 0; i < 4; ++i) fetch_row(p, unit.row + (thread >> 5) * 4 + i, unit.macro, lane);
+      fence_async_global();
+      named_barrier(3, 256);
+      if (thread == 0) {
+        publish_unit(env, problem, flags, unit);
+        env.trace->end(kDispatchUnit, problem.mini_index(unit.macro, unit.mini), unit.row % kBlockRows / kUnitRows);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void run() {
+    RingPlace<kQueue> q;
+    for (;;) {
+      mbar_wait_cluster(smem + kTaskFull + 8 * q.index(), q.phase());
+      ComputeTask t = read_task(smem + kTasks + 4 * kQueueWords * q.index());
       __syncwarp();
-      if (lane == 0) mbar_arrive(peer_address(smem + kTaskEmpty + 8 * q.index, 0));
-      q.next<kQueue>();
+      if (lane == 0) mbar_arrive(peer_address(smem + kTaskEmpty + 8 * q.index(), 0));
+      ++q.count;
       if (t.kind == kDone) return;
       bool is_down = t.kind == kDown || t.kind == kDownShared;
       bool shared = t.kind == kGateUpShared || t.kind == kDownShared;
       int steps = (is_down ? problem.intermediate : problem.hidden) / kTileK;
-      if ((int)cta >= t.num_blocks) {
+      if (!t.has(cta)) {
         skip(steps);
         continue;
       }
-      int block = t.block + cta;
+      int block = t.block_of(cta), tile = t.tile_of(cta);
       int mini = problem.mini_index(t.macro, t.mini);
       float acc[128];
       u32 stall = 0;
       // the span starts when the first operands have landed, so waiting for rows never counts as multiplying
-      mbar_wait(smem + kFull + 8 * stage.index, stage.phase);
+      mbar_wait(smem + kFull + 8 * stage.index(), stage.phase());
       env.trace->begin(kMma + t.kind, mini, block);
       multiply(acc, steps, stall);
-      env.trace->end(kMma + t.kind, mini, t.tile);
+      env.trace->end(kMma + t.kind, mini, tile);
       env.trace->value(kStall, mini, stall);
       env.trace->begin(kEpilogue + t.kind, mini, block);
       if (lane == 0) acquire_output(env, problem, flags, t, block);
@@ -263,15 +301,15 @@ struct Consumer {
       int row = block * kBlockRows - t.macro * problem.ring + group * 64 + warp * 16;
       int rows = shared ? p.shared_rows - row : 16;
       if (is_down) {
-        down(acc, t, row, rows);
+        down(acc, t, tile, row, rows);
       } else {
-        gate_up(acc, t, row, rows);
+        gate_up(acc, t, tile, row, rows);
       }
       // plain stores, read by other SMs' TMA and bulk copies: fence towards the async proxy, then announce
       fence_async_global();
       named_barrier(1 + group, 128);
       if (warp == 0 && lane == 0 && !(p.lost_flag == block && t.kind == kGateUp)) publish_tile(env, flags, t, block);
-      env.trace->end(kEpilogue + t.kind, mini, t.tile);
+      env.trace->end(kEpilogue + t.kind, mini, tile);
     }
   }
 };
@@ -342,7 +380,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(mok::kThr
     if (lane == 0) {
       for (int i = 0; i < kCommSlots; ++i) mbar_init(smem + kCommBarriers + (warp * kCommSlots + i) * 8, 1);
       mbar_init_fence();
-      trace.open(p.trace, p.trace_records, warp, kCommLane);
+      trace.open(p.trace, p.trace_records, warp, kCommLane, smem + kTraceState);
     }
     __syncwarp();
     comm_warp(p, problem, flags, env, smem + warp * kCommPoolBytes, smem + kCommBarriers + warp * kCommSlots * 8, lane);
@@ -356,7 +394,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(mok::kThr
     if (warp == 0 && lane == 0) {
       for (int i = 0; i < 4; ++i) prefetch_map(&p.a[i]);
       for (int i = 0; i < 6; ++i) prefetch_map(&p.b[i]);
-      trace.open(p.trace, p.trace_records, 0, kProducerLane);
+      trace.open(p.trace, p.trace_records, 0, kProducerLane, smem + kTraceState);
       producer_thread(p, problem, flags, env, smem, cta);
       trace.close();
     } else if (warp == 1 && lane == 0 && cta == 0) {
@@ -365,8 +403,9 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(mok::kThr
   } else {
     registers_raise<232>();
     int group = (warp - 4) / 4;
-    if (warp % 4 == 0 && lane == 0) trace.open(p.trace, p.trace_records, 1 + group, kConsumerLane);
-    Consumer consumer{p, problem, flags, env, smem, cta, group, warp % 4, lane, RingPlace{}};
+    if (warp % 4 == 0 && lane == 0) trace.open(p.trace, p.trace_records, 1 + group, kConsumerLane, smem + kTraceState);
+    Consumer consumer{p, problem, flags, env, smem, cta, group, warp % 4, lane, RingPlace<kStages>{}};
+    consumer.assist();
     consumer.run();
     trace.close();
   }

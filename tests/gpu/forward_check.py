@@ -170,9 +170,35 @@ def timed(names, variants, samples=20, compare=True):
         torch.cuda.empty_cache()
 
 
+def traced(names, variants):
+    from mok.engines.cuda import options
+    from mok.trace.metrics import kernel as metrics
+    from mok.trace.read import kernel as reader
+
+    for name in names:
+        case = Case(*CASES[name])
+        prepared = case.ranks(1)
+        for v in variants:
+            run(case, prepared=prepared, **v)
+            with options.trace(8192) as sink:
+                for _ in range(3):
+                    run(case, prepared=prepared, **v)
+            buffer = sink.buffers[-1]
+            trace = reader.read(reader.pack(buffer.data.cpu().numpy(), buffer.header()), buffer.tokens_per_expert.cpu().numpy())
+            result = metrics.account(trace)
+            shares = " ".join(f"{k} {x:.3f}" for k, x in result.shares.items())
+            print(f"{name} {v}: {result.kernel_ns / 1e6:.3f} ms; {shares}; {trace.meta.diagnostics}", flush=True)
+            spans = trace.spans
+            names_ = spans.name.decode()
+            for what in sorted(set(names_)):
+                rows = names_ == what
+                d = spans.dur_ns[rows] / 1e3
+                print(f"    {what:22s} n {rows.sum():6d} mean {d.mean():8.2f} us  p10 {sorted(d)[len(d) // 10]:8.2f} p90 {sorted(d)[len(d) * 9 // 10]:8.2f} sum {d.sum() / 1e3:9.2f} ms", flush=True)
+
+
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=["correct", "time"])
+    parser.add_argument("what", choices=["correct", "time", "trace"])
     parser.add_argument("cases", nargs="*")
     parser.add_argument("--comm", default="8")
     parser.add_argument("--mini", default="2048")
@@ -185,7 +211,7 @@ def main():
         dict(num_comm_sms=int(c), minibatch=int(m), combine=r, save=bool(int(s)))
         for c, m, r, s in itertools.product(a.comm.split(","), a.mini.split(","), a.combine.split(","), a.save.split(","))
     ]
-    timed(a.cases or list(CASES), variants)
+    (timed if a.what == "time" else traced)(a.cases or list(CASES), variants)
     return 0
 
 

@@ -98,6 +98,31 @@ __device__ __forceinline__ void zero_row(u64 to, int row_bytes, int lane) {
   for (int at = lane * 16; at < row_bytes; at += 512) global_store_16((void*)(to + at), Vec16{0, 0, 0, 0});
 }
 
+// One row by one warp through registers: for warps whose shared memory holds GEMM stages.
+__device__ __forceinline__ void fetch_row(const ForwardParams& p, int row, int macro, int lane) {
+  int row_bytes = p.hidden * 2;
+  int peer = p.peer_rank[row];
+  u64 to = (u64)p.x_ring + (u64)(row - macro * p.ring) * row_bytes;
+  if (peer < 0) {
+    zero_row(to, row_bytes, lane);
+    return;
+  }
+  u64 from = p.x_peers[peer] + (u64)(p.peer_token_idx[row] / p.top_k) * row_bytes;
+  constexpr int kBatch = 8;
+#pragma unroll 1
+  for (int at = lane * 16; at < row_bytes; at += 512 * kBatch) {
+    Vec16 v[kBatch];
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      if (at + 512 * i < row_bytes) v[i] = global_load_16((const void*)(from + at + 512 * i));
+    }
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      if (at + 512 * i < row_bytes) global_store_16((void*)(to + at + 512 * i), v[i]);
+    }
+  }
+}
+
 // One warp of a communication CTA: draws units until there are none.
 __device__ __forceinline__ void comm_warp(const ForwardParams& p, const Problem& problem, const Flags& flags, DeviceEnv& env,
                                           u32 pool, u32 bars, int lane) {

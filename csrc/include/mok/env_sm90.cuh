@@ -31,32 +31,25 @@ struct DeviceEnv {
   int rank;
   TraceLane* trace;
 
-  __device__ __forceinline__ void wait(const int* flag, int need, int place, int index, int mini) {
-    int seen = load_acquire(flag);
-    if (seen < need) {
-      trace->begin(kWait + place, mini, index);
-      poll(flag, need, place, index);
-      trace->end(kWait + place, mini, index);
-    }
-  }
-  __device__ __forceinline__ void add(int* flag, int value) { add_release(flag, value); }
-
- private:
-  __device__ __forceinline__ void poll(const int* flag, int need, int place, int index) {
+  __device__ __forceinline__ void wait(const Wait& w, int mini) {
+    if (w.need <= 0 || load_acquire(w.flag) >= w.need) return;
+    trace->begin(kWait + w.place, mini, w.index);
     u64 start = global_ns();
     for (;;) {
-      int seen = load_acquire(flag);
-      if (seen >= need || load_relaxed(abort_word) != 0) return;
+      int seen = load_acquire(w.flag);
+      if (seen >= w.need || load_relaxed(abort_word) != 0) break;
       if (global_ns() - start > timeout_ns) {
         if (atomicCAS(abort_word, 0, 1) == 0) {
           *(volatile int*)status = -kFaultLocalTimeout;
-          record_fault(fault, kFaultLocalTimeout, rank, place, seen, need, index);
+          record_fault(fault, kFaultLocalTimeout, rank, w.place, seen, w.need, w.index);
         }
-        return;
+        break;
       }
       __nanosleep(20);
     }
+    trace->end(kWait + w.place, mini, w.index);
   }
+  __device__ __forceinline__ void add(int* flag, int value) { add_release(flag, value); }
 };
 
 }  // namespace mok

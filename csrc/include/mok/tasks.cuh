@@ -65,31 +65,35 @@ struct Problem {
   MOK_HD int down_tiles() const { return ceil_div(hidden, kDownCols); }
 };
 
-// What one cluster takes with one ticket: one or two row blocks of one expert x one column tile.
+// What one cluster takes with one ticket: two row blocks of one expert x one column tile (a pair: the CTAs share the
+// weight tile), or the odd last row block of a segment x two column tiles (a single: no CTA idles).
 struct ComputeTask {
   int kind;        // Kind, kDone when the tickets are exhausted
   int expert;      // local expert, 0 for the shared one
   int block;       // first row block; schedule rows (routed) or tokens (shared) / kBlockRows
-  int num_blocks;  // 1 or 2
-  int tile;        // column tile
+  int num_blocks;  // 2 pair, 1 single
+  int tile;        // first column tile
+  int num_tiles;   // 1 pair, 2 single (1 at the end of an odd number of tiles)
   int macro;
   int mini;        // minibatch inside the macrobatch
+
+  // The part of CTA `cta` of the cluster.
+  MOK_HD bool has(int cta) const { return num_blocks == 2 || cta < num_tiles; }
+  MOK_HD int block_of(int cta) const { return num_blocks == 2 ? block + cta : block; }
+  MOK_HD int tile_of(int cta) const { return num_blocks == 2 ? tile : tile + cta; }
 };
 
+// State is kept small on purpose: the GPU's scheduler thread lives in 40 registers.
 struct ComputeWalker {
   const Problem* problem;
-  int stage = 0;           // 0 shared gate+up, 1 shared down, 2 routed
   int macro = 0;
-  int step = 0;            // position in the macrobatch's sequence of phases
-  int mini = 0;
-  int down = 0;            // 1: this phase is the down projection
-  int begin = 0, end = 0;  // schedule rows of the phase's minibatch
-  int expert = 0;          // cursor over experts: rows [base, base + tokens_per_expert[expert])
+  int step = -2;      // -2 shared gate+up, -1 shared down, then the position in the macrobatch's sequence of phases
+  int expert = 0;     // cursor over experts: rows [base, base + tokens_per_expert[expert])
   int base = 0;
-  int seg_block = 0;       // first row block of the current segment
+  int seg_block = 0;  // first row block of the current segment
   int seg_blocks = 0;
-  int first = 0;           // first ticket of the current segment
-  int tasks = 0;           // tickets of the current segment
+  int first = 0;      // first ticket of the current segment
+  int tasks = 0;      // tickets of the current segment
 
   MOK_HD explicit ComputeWalker(const Problem* p) : problem(p) { open_shared(); }
 
@@ -97,68 +101,85 @@ struct ComputeWalker {
   MOK_HD ComputeTask seek(int ticket) {
     while (ticket >= first + tasks) {
       first += tasks;
-      if (!advance()) return ComputeTask{kDone, 0, 0, 0, 0, 0, 0};
+      if (!advance()) return ComputeTask{kDone, 0, 0, 0, 0, 0, 0, 0};
     }
-    int pairs = (seg_blocks + 1) / 2;
-    int tile = (ticket - first) / pairs;
-    int pair = (ticket - first) - tile * pairs;
-    int kind = stage == 2 ? (down ? kDown : kGateUp) : (stage ? kDownShared : kGateUpShared);
-    return ComputeTask{kind, stage == 2 ? expert : 0, seg_block + 2 * pair, min_int(2, seg_blocks - 2 * pair), tile,
-                       macro, mini};
+    bool routed = step >= 0;
+    int kind = (routed ? kGateUp : kGateUpShared) + (is_down() ? 1 : 0);
+    int owner = routed ? expert : 0, mini = routed ? mini_of_step() : 0;
+    int pairs = seg_blocks / 2, at = ticket - first, all = tiles();
+    if (at < pairs * all) {
+      int tile = at / pairs;
+      return ComputeTask{kind, owner, seg_block + 2 * (at - tile * pairs), 2, tile, 1, macro, mini};
+    }
+    int tile = 2 * (at - pairs * all);
+    return ComputeTask{kind, owner, seg_block + seg_blocks - 1, 1, tile, min_int(2, all - tile), macro, mini};
   }
 
  private:
+  // Phases of a macrobatch of n minibatches: G(0), then G(i) D(i-1) for i = 1..n-1, then D(n-1). A down projection
+  // comes one minibatch late, so it never waits for the tail of its own gate+up phase.
+  MOK_HD bool is_last() const { return step == 2 * problem->num_minis(macro) - 1; }
+  MOK_HD bool is_down() const {
+#ifdef MOK_BUG_ORDER  // planted for a test: each minibatch's down projection before its gate+up
+    return step == -1 || (step >= 0 && step % 2 == 0);
+#endif
+    return step == -1 || (step > 0 && (step % 2 == 0 || is_last()));
+  }
+  MOK_HD int mini_of_step() const {
+#ifdef MOK_BUG_ORDER
+    return step / 2;
+#endif
+    if (step == 0) return 0;
+    return is_last() ? step / 2 : (step % 2 ? (step + 1) / 2 : step / 2 - 1);
+  }
+
+  MOK_HD int tiles() const { return is_down() ? problem->down_tiles() : problem->gate_up_tiles(); }
+  MOK_HD void count_tasks() { tasks = seg_blocks / 2 * tiles() + seg_blocks % 2 * ((tiles() + 1) / 2); }
+
   MOK_HD void open_shared() {
     seg_blocks = ceil_div(problem->shared_rows, kBlockRows);
-    tasks = (seg_blocks + 1) / 2 * (stage == 0 ? problem->gate_up_tiles() : problem->down_tiles());
+    count_tasks();
   }
 
   MOK_HD bool advance() {
-    if (stage == 0) {
-      stage = 1;
-      open_shared();
-      return true;
-    }
-    if (stage == 1) {
+    if (step < 0) {
+      if (++step == -1) {
+        open_shared();
+        return true;
+      }
       if (problem->num_rows <= 0) return false;
-      stage = 2;
       macro = problem->num_macros() - 1;
-      step = -1;
-      return next_phase();
+      return open_segment();
     }
-    if (base + problem->tokens_per_expert[expert] < end) {
+    int mini = mini_of_step();
+    if (base + problem->tokens_per_expert[expert] < problem->mini_begin(macro, mini) + problem->mini_rows(macro, mini)) {
       base += problem->tokens_per_expert[expert++];
       return open_segment();
     }
-    return next_phase();
-  }
-
-  // Phases of a macrobatch of n minibatches: G(0), then G(i) D(i-1) for i = 1..n-1, then D(n-1). A down projection
-  // comes one minibatch late, so it never waits for the tail of its own gate+up phase.
-  MOK_HD bool next_phase() {
-    if (++step == 2 * problem->num_minis(macro)) {
+    if (is_last()) {
       if (--macro < 0) return false;
-      step = 0;
+      step = -1;
     }
-    int last = 2 * problem->num_minis(macro) - 1;
-    down = step != 0 && (step == last || step % 2 == 0);
-    mini = step == last ? problem->num_minis(macro) - 1 : (down ? step / 2 - 1 : (step + 1) / 2);
-    begin = problem->mini_begin(macro, mini);
-    end = begin + problem->mini_rows(macro, mini);
+    ++step;
+    int begin = problem->mini_begin(macro, mini_of_step());
     while (base > begin) base -= problem->tokens_per_expert[--expert];
     return open_segment();
   }
 
   // Moves the cursor to the expert that holds the phase's next row and opens the rows it has in this minibatch.
   MOK_HD bool open_segment() {
-    while (base + problem->tokens_per_expert[expert] <= begin || problem->tokens_per_expert[expert] == 0) {
-      base += problem->tokens_per_expert[expert++];
+    int mini = mini_of_step();
+    int begin = problem->mini_begin(macro, mini);
+    int count = problem->tokens_per_expert[expert];
+    while (count == 0 || base + count <= begin) {
+      base += count;
+      count = problem->tokens_per_expert[++expert];
     }
     int low = max_int(base, begin);
-    int high = min_int(base + problem->tokens_per_expert[expert], end);
+    int high = min_int(base + count, begin + problem->mini_rows(macro, mini));
     seg_block = low / kBlockRows;
     seg_blocks = (high - low) / kBlockRows;
-    tasks = (seg_blocks + 1) / 2 * (down ? problem->down_tiles() : problem->gate_up_tiles());
+    count_tasks();
     return true;
   }
 };

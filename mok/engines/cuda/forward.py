@@ -19,7 +19,7 @@ Tensor = torch.Tensor
 
 TILE_ROWS = 128
 THREADS = 384
-SHARED_BYTES = 230064  # kSharedBytes of csrc/forward.cu; a test holds the two together
+SHARED_BYTES = 230192  # kSharedBytes of csrc/forward.cu; a test holds the two together
 _BOX_A = (128, 64)
 _BOX_B = (1, 128, 64)
 
@@ -137,7 +137,7 @@ def launch(
     p.max_rows, p.max_minis, p.lost_flag = max_rows, max_minis, now.lost_flag
     p.limit = math.inf if swiglu_limit is None else swiglu_limit
     if now.sink is not None:
-        p.trace, p.trace_records = _trace_buffer(now.sink, grid, num_comm_sms, rank, device), now.sink.records
+        p.trace, p.trace_records = _trace_buffer(now.sink, grid, num_comm_sms, rank, tokens_per_expert), now.sink.records
 
     kernel = driver.kernel(
         "forward.cu", "mok_forward", defines(combine=combine, mxfp8=mxfp8, trace=now.sink is not None), SHARED_BYTES
@@ -160,8 +160,8 @@ def launch(
     }
 
 
-def _trace_buffer(sink: options.TraceSink, grid: int, num_comm_sms: int, rank: int, device: torch.device) -> int:
-    """Address of a fresh, zeroed buffer for one launch: 4 slices per CTA of a 48 + 16 byte header and 8-byte records."""
-    data = torch.zeros(grid * 4 * (64 + 8 * sink.records), dtype=torch.uint8, device=device)
-    sink.buffers.append(options.TraceBuffer(data, sink.records, grid, num_comm_sms, rank, len(sink.buffers)))
+def _trace_buffer(sink: options.TraceSink, grid: int, num_comm_sms: int, rank: int, tokens_per_expert: Tensor) -> int:
+    """Address of a fresh, zeroed buffer for one launch: 4 slices per CTA of a 64-byte header and 8-byte records."""
+    data = torch.zeros(grid * 4 * (64 + 8 * sink.records), dtype=torch.uint8, device=tokens_per_expert.device)
+    sink.buffers.append(options.TraceBuffer(data, sink.records, grid, num_comm_sms, rank, len(sink.buffers), tokens_per_expert))
     return data.data_ptr()

@@ -38,6 +38,18 @@ class TraceBuffer:
     num_comm_sms: int
     rank: int
     launch: int
+    tokens_per_expert: torch.Tensor
+
+    def header(self) -> dict[str, int | str]:
+        """What `mok.trace.read.kernel.pack` puts in front of the records."""
+        return {
+            "grid": self.grid,
+            "records": self.records,
+            "rank": self.rank,
+            "launch": self.launch,
+            "num_comm_sms": self.num_comm_sms,
+            "device": torch.cuda.get_device_name(self.data.device),
+        }
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""Metrics over a `Trace`: values with their coverage and definition."""

@@ -1,0 +1,1 @@
+"""Readers: one module per tool, each yields a `Trace`."""

@@ -1,0 +1,201 @@
+"""Reader of the in-kernel trace: from the records a launch left in memory to a `Trace` with SM and role lanes.
+
+A launch is described by a header (JSON: what was recorded, by whom, with which event table) in front of the raw
+slices, so a dump can be read long after, without the kernel that wrote it. Layout and numbers are those of
+csrc/include/mok/trace.cuh. Records of one lane come in time order; begin and end of one event alternate, so pairing
+is one stable sort. What cannot be paired (a dropped end) is left out and said so.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mok.errors import InputError, require
+from mok.trace.model import NO_VALUE, Counters, Lanes, Spans, Strings, Trace, TraceMeta
+
+MAGIC = b"MOKTRACE"
+VERSION = 1
+LANES_PER_CTA = 4
+SLICE = np.dtype(
+    [("start_ns", "<u8"), ("start_clock", "<u8"), ("end_ns", "<u8"), ("end_clock", "<u8")]
+    + [("count", "<u4"), ("dropped", "<u4"), ("role", "<u4"), ("sm", "<u4"), ("pad", "<u8", 2)]
+)
+RECORD = np.dtype([("tag", "<u4"), ("value", "<u4")])
+
+KINDS = ("gate_up_shared", "down_shared", "gate_up", "down")
+PLACES = ("", "x_ready", "hidden_ready", "y_ready", "y_done", "x_free", "hidden_free", "shared_hidden")
+EVENTS = (
+    *(f"load {kind}" for kind in KINDS),
+    *(f"mma {kind}" for kind in KINDS),
+    *(f"epilogue {kind}" for kind in KINDS),
+    "dispatch", "combine", "quantize", "stall",
+    *(f"wait {place}" for place in PLACES),
+)  # fmt: skip
+CATEGORIES = ("load",) * 4 + ("mma",) * 4 + ("epilogue",) * 4 + ("communication", "communication", "quantize", "stall")
+STALL = EVENTS.index("stall")
+ROLES = ("producer", "consumer", "comm")
+_BEGIN, _END, _VALUE = 0, 1, 2
+_MAX_HEADER = 1 << 20
+
+Bytes = npt.NDArray[np.uint8]
+
+
+def pack(data: Bytes, header: dict[str, Any]) -> bytes:
+    """One self-describing dump. header needs grid, records, rank, launch, num_comm_sms; more keys go to provenance."""
+    text = json.dumps({"events": list(EVENTS), **header}).encode()
+    return MAGIC + np.array([VERSION, len(text)], "<u4").tobytes() + text + data.tobytes()
+
+
+def unpack(dump: bytes) -> tuple[Bytes, dict[str, Any]]:
+    """(slices, header) of a dump. Raises InputError for anything `pack` did not write."""
+    require(dump[:8] == MAGIC, f"not an in-kernel trace: it starts with {dump[:8]!r}, expected {MAGIC!r}.")
+    require(len(dump) >= 16, "an in-kernel trace cut off inside its header.")
+    version, size = np.frombuffer(dump, "<u4", 2, 8).tolist()
+    require(version == VERSION, f"in-kernel trace version {version}; this reader knows {VERSION}.")
+    require(size <= _MAX_HEADER and len(dump) >= 16 + size, "an in-kernel trace cut off inside its header.")
+    try:
+        header = json.loads(dump[16 : 16 + size])
+    except ValueError:
+        raise InputError("the header of this in-kernel trace is not JSON.") from None
+    for key in ("grid", "records", "rank", "launch", "num_comm_sms"):
+        require(isinstance(header.get(key), int), f"the header of this in-kernel trace lacks the integer {key!r}.")
+    return np.frombuffer(dump, np.uint8, offset=16 + size), header
+
+
+def read(dump: bytes, tokens_per_expert: npt.ArrayLike | None = None) -> Trace:
+    """The `Trace` of one dump. `tokens_per_expert` int [Eloc] names the expert of every row block.
+
+    Spans: name as in EVENTS, category load | mma | epilogue | communication | quantize | wait | kernel; args block, tile, minibatch,
+    index (of the flag waited for), expert, stall_ns (mma: time its warpgroup waited for operands). One lane of kind
+    "role" per writer and one of kind "sm" per CTA. Raises InputError for a damaged dump.
+    """
+    data, header = unpack(dump)
+    grid, records = header["grid"], header["records"]
+    size = SLICE.itemsize + RECORD.itemsize * records
+    whole = len(data) // size
+    diagnostics = []
+    if whole < grid * LANES_PER_CTA:
+        diagnostics.append(f"cut off: {whole} of {grid * LANES_PER_CTA} slices are whole")
+    raw = data[: whole * size].reshape(whole, size)
+    slices = np.ascontiguousarray(raw[:, : SLICE.itemsize]).view(SLICE).reshape(-1)
+    used = np.flatnonzero(slices["end_ns"])
+    if not len(used):
+        return _empty(header, (*diagnostics, "no lane recorded anything"))
+    count = np.minimum(slices["count"][used], records).astype(np.int64)
+    rows = np.ascontiguousarray(raw[used, SLICE.itemsize :]).view(RECORD)
+    inside = np.arange(records) < count[:, None]
+    lane = np.repeat(np.arange(len(used)), count)
+    tag, value = rows["tag"][inside].astype(np.int64), rows["value"][inside].astype(np.int64)
+    dropped = int(slices["dropped"][used].sum())
+    if dropped:
+        diagnostics.append(f"{dropped} records dropped: raise the number of records per lane")
+    start = slices["start_ns"][used].astype(np.int64)
+    spans, unpaired = _pair(tag, value, lane, start)
+    if unpaired:
+        diagnostics.append(f"{unpaired} begins or ends without a partner left out")
+    table, cta_spans = _lanes(slices[used], used, header)
+    meta = TraceMeta(
+        tool="mok in-kernel trace",
+        coverage={"lanes": len(used), "records": int(count.sum()), "dropped": dropped, "seen": "one kernel launch"},
+        diagnostics=tuple(diagnostics),
+        clock="globaltimer",
+        uncertainty_ns=128,
+        provenance={key: header[key] for key in header if key != "events"},
+    )
+    return Trace(_spans(spans, cta_spans, tokens_per_expert), Counters.none(), table, meta)
+
+
+def _empty(header: dict[str, Any], diagnostics: tuple[str, ...]) -> Trace:
+    none = np.zeros(0, np.int64)
+    spans = Spans(none, none, none.astype(np.int32), Strings.of([]), Strings.of([]), none)
+    return Trace(spans, Counters.none(), Lanes.of([]), TraceMeta("mok in-kernel trace", diagnostics=diagnostics, clock="globaltimer"))
+
+
+def _pair(tag: Any, value: Any, lane: Any, start: Any) -> tuple[dict[str, Any], int]:
+    """Columns of all begin/end pairs, and how many records found no partner."""
+    phase, event, mini, index = tag & 3, tag >> 2 & 63, tag >> 8 & 255, tag >> 16
+    timed = phase != _VALUE
+    order = np.lexsort((np.flatnonzero(timed), event[timed], lane[timed]))
+    at = np.flatnonzero(timed)[order]
+    begins = np.flatnonzero(
+        (phase[at[:-1]] == _BEGIN) & (phase[at[1:]] == _END) & (event[at[:-1]] == event[at[1:]]) & (lane[at[:-1]] == lane[at[1:]])
+    )
+    first, last = at[begins], at[begins + 1]
+    stall = np.full(len(first), NO_VALUE, np.int64)
+    # a stall value follows the end of its mma: find each value's latest mma end in the same lane
+    values = np.flatnonzero((phase == _VALUE) & (event == STALL))
+    ends = np.argsort(last, kind="stable")
+    multiplies = ends[(event[last[ends]] >= 4) & (event[last[ends]] < 8)]
+    owner = np.searchsorted(last[multiplies], values) - 1
+    good = (owner >= 0) & (lane[last[multiplies]][np.maximum(owner, 0)] == lane[values]) if len(multiplies) else np.zeros(len(values), bool)
+    stall[multiplies[owner[good]]] = value[values[good]]
+    columns = {
+        "start_ns": start[lane[first]] + value[first],
+        "dur_ns": np.maximum(value[last] - value[first], 0),
+        "lane": lane[first],
+        "event": event[first],
+        "minibatch": mini[first],
+        "index": index[first],
+        "tile": index[last],
+        "stall_ns": stall,
+    }
+    return columns, int(timed.sum()) - 2 * len(first)
+
+
+def _lanes(slices: Any, used: Any, header: dict[str, Any]) -> tuple[Lanes, dict[str, Any]]:
+    """Role lanes first (in slice order), then one SM lane per CTA, and each CTA's life as a span."""
+    rank, rows = header["rank"], []
+    for slot, entry in zip(used.tolist(), slices, strict=True):
+        role, part = ROLES[min(int(entry["role"]), len(ROLES) - 1)], slot % LANES_PER_CTA
+        number = "" if role == "producer" else f" {part - (role == 'consumer')}"
+        rows.append((rank, 0, 0, "role", f"SM {int(entry['sm']):03d} {role}{number}"))
+    ctas, first = np.unique(used // LANES_PER_CTA, return_index=True)
+    cta = np.searchsorted(ctas, used // LANES_PER_CTA)
+    begin = np.full(len(ctas), np.iinfo(np.int64).max)
+    end = np.zeros(len(ctas), np.int64)
+    np.minimum.at(begin, cta, slices["start_ns"].astype(np.int64))
+    np.maximum.at(end, cta, slices["end_ns"].astype(np.int64))
+    rows += [(rank, 0, 0, "sm", f"SM {int(slices['sm'][i]):03d}") for i in first]
+    life = {"start_ns": begin, "dur_ns": end - begin, "lane": len(used) + np.arange(len(ctas)), "comm": slices["role"][first] == 2}
+    return Lanes.of(rows), life
+
+
+def _spans(columns: dict[str, Any], life: dict[str, Any], tokens_per_expert: npt.ArrayLike | None) -> Spans:
+    count, more = len(columns["event"]), len(life["lane"])
+    event = columns["event"]
+    is_wait = event >= 16
+    names = (*EVENTS, "compute CTA", "communication CTA")
+    name = np.concatenate([event, len(EVENTS) + life["comm"].astype(np.int64)]).astype(np.int32)
+    categories = (*dict.fromkeys(CATEGORIES), "wait", "kernel")
+    code = np.array([categories.index(CATEGORIES[i]) if i < 16 else categories.index("wait") for i in range(len(EVENTS))])
+    category = np.concatenate([code[event], np.full(more, categories.index("kernel"))]).astype(np.int32)
+
+    def column(values: Any, keep: Any) -> Any:
+        return np.concatenate([np.where(keep, values, NO_VALUE), np.full(more, NO_VALUE)]).astype(np.int64)
+
+    args: dict[str, Any] = {
+        "block": column(columns["index"], ~is_wait),
+        "tile": column(columns["tile"], ~is_wait),
+        "minibatch": column(columns["minibatch"], np.ones(count, bool)),
+        "index": column(columns["index"], is_wait),
+        "stall_ns": column(columns["stall_ns"], np.ones(count, bool)),
+    }
+    if tokens_per_expert is not None:
+        ends = np.cumsum(np.asarray(tokens_per_expert, np.int64))
+        block = np.searchsorted(ends, columns["index"] * 128, side="right")
+        by_block = np.array([n.split()[-1] in ("gate_up", "down", "dispatch", "combine", "hidden_ready", "y_ready") for n in EVENTS])
+        args["expert"] = column(np.where(block < len(ends), block, NO_VALUE), by_block[event])
+    total = count + more
+    return Spans(
+        np.concatenate([columns["start_ns"], life["start_ns"]]).astype(np.int64),
+        np.concatenate([columns["dur_ns"], life["dur_ns"]]).astype(np.int64),
+        np.concatenate([columns["lane"], life["lane"]]).astype(np.int32),
+        Strings(name, names),
+        Strings(category, categories),
+        np.full(total, -1, np.int64),
+        args,
+    )
