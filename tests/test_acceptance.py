@@ -19,6 +19,7 @@ PROBLEMS = {
         "T": 300, "row_spread": 10, "unrouted": 0.1, "duplicates": 0.2, "special_weights": True, "empty": (1,), "shared": False,
     },
     "limit": {"T": 300, "swiglu_limit": 1.0, "output_gate": True},
+    "limit on few rows": {"T": 600, "E": 9, "counts": EDGE_COUNTS, "swiglu_limit": 2.0, "special_weights": True},
     "one token": {"T": 1, "K": 4},
     "few tokens": {"T": 12, "E": 16},
     "hot": {"T": 130, "routing": "hot"},

@@ -13,7 +13,7 @@ from mok.errors import NumericsError
 class AcceptanceRow:
     """One rule on one tensor, at its worst place.
 
-    ours, yardstick and limit are relative errors (counts for `finite`, absolute values for `zero`); num_bad of
+    ours, yardstick and limit are relative errors (counts for `finite`, a row's sum of absolute values for `zero`); num_bad of
     num_checked experts, rows or elements break the rule; expert, row and col are None where there is no such axis.
     """
 

@@ -63,16 +63,20 @@ class TensorErrors:
         return self._worst("finite", wrong, zero, zero, place if wrong.any() else None)
 
     def zero(self) -> list[AcceptanceRow]:
-        """Rows that are 0 in truth are 0, exactly. For the router gradient: routes whose terms are all 0."""
+        """Rows without any term are 0, exactly; routes in case of the router gradient.
+
+        A row of a gate or up gradient can also be 0 in truth because a clamp stopped all of its terms; rounding may
+        put one on the other side, so those are left to `row`.
+        """
         if self.name == "d_router_weights" and self.scale is not None:
             units = (self.scale[None] == 0) & (self.truth == 0)
             value = self.ours.abs()[units]
-            where = units.nonzero()
         else:
             units = (self.truth == 0).all(2)
-            value = self.ours[units].abs().amax(1) if self.truth.shape[2] else self.ours.new_zeros(0)
-            where = units.nonzero()
-        exact = torch.zeros_like(value)
+            if self.scale is not None:
+                units &= self.scale.reshape(units.shape) == 0
+            value = self.ours[units].abs().sum(1)
+        exact, where = torch.zeros_like(value), units.nonzero()
         return self._worst("zero", value, exact, exact, lambda unit: self._place(*where[unit].tolist()))
 
     def l2(self) -> list[AcceptanceRow]:
@@ -104,15 +108,15 @@ class TensorErrors:
         if self.truth.shape[2] < MIN_SAMPLES:
             return []
         norm = self.truth.norm(dim=2)
-        units = norm > 0
         size = norm if self.scale is None else torch.hypot(norm, self.scale.reshape(norm.shape))
+        units = size > 0
         size = torch.where(units, size, 1.0)
         ours, yard, rounding = (value.norm(dim=2) / size for value in (self.ours, self.yard, self.rounding))
         limit = torch.zeros_like(yard)
-        for expert in range(len(yard)):
-            if units[expert].any():
-                usual = yard[expert][units[expert]].quantile(ROW_QUANTILE)
-                limit[expert] = torch.maximum(ROW_RATIO * yard[expert].clamp(min=float(usual)), rounding[expert])
+        for expert, present in enumerate(norm > 0):
+            usual = yard[expert][present].quantile(ROW_QUANTILE) if present.any() else yard.new_zeros(())
+            unusual = torch.where(yard[expert] > usual, yard[expert], 0.0)
+            limit[expert] = torch.maximum(ROW_RATIO * usual + unusual, rounding[expert])
         where = units.nonzero()
         return self._worst("row", ours[units], yard[units], limit[units], lambda unit: self._place(*where[unit].tolist()))
 

@@ -245,23 +245,19 @@ def _row_scales(x: Tensor, matrices: list[Tensor], limit: float | None, d_y: Ten
     expert with one row and g near 0 shows the need: that row of dW_up is near 0, and the rounding of g is all of it.
 
     A row's squared scale is sum_r + 3 max_r of A[r,i]^2 |x[r]|^2: where one term dominates the sum, the row's error
-    has the wide tail of a scalar.
+    has the wide tail of a scalar. Clamps stop no term here, since rounding can move a value over one.
     """
     gate_w, up_w, down_w = matrices
     g, u, d_h = x @ gate_w.t(), x @ up_w.t(), d_y @ down_w
     G, U, D = ((a.square() @ b.square()).sqrt() for a, b in ((x, gate_w.t()), (x, up_w.t()), (d_y, down_w)))
     if limit is not None:
-        g_free, u_free = g <= limit, u.abs() <= limit
         g, u = g.clamp(max=limit), u.clamp(-limit, limit)
-        G, U = G * g_free, U * u_free
     sigmoid = torch.sigmoid(g)
     first = sigmoid * (1 + g * (1 - sigmoid))
     second = sigmoid * (1 - sigmoid) * (2 + g * (1 - 2 * sigmoid))
     gate = (D * u * first).square() + (d_h * U * first).square() + (d_h * u * second * G).square()
     gate += 2.0**-6 * ((D * U * first).square() + (D * u * second * G).square() + (d_h * U * second * G).square())
     up = (D * g * sigmoid).square() + (d_h * first * G).square() + 2.0**-6 * (D * first * G).square()
-    if limit is not None:
-        gate, up = gate * g_free, up * u_free
     norms = x.square().sum(1, keepdim=True)
     scales = []
     for terms in (norms * gate, norms * up):
