@@ -204,7 +204,9 @@ class MoELayer(nn.Module):
     router "softmax" | "sigmoid_group" (DeepSeek-V3: correction bias, `num_groups`, `top_groups`); recompute: rebuild
     the context in backward instead of saving it; fuse_main_grad: add weight gradients to `parameter.main_grad`
     buffers (f32 or bf16) instead of returning them; max_tokens: tokens of the workspace (needed in a process group).
-    After each forward `routing` holds the last routes, detached. Raises InputError for a bad combination.
+    After each forward `routing` holds the last routes, detached (not in compiled code). Compiled by inductor, operators keep
+    their bits, but the router's softmax and the sums between operators are inductor's own: close to eager, not equal.
+    Raises InputError for a bad combination.
     """
 
     def __init__(

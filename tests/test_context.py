@@ -281,29 +281,66 @@ def test_compiled_functional_step_has_the_eager_bits(ep: int, precision: str, ba
     assert [digest(t) for t in compiled(*tensors)] == [digest(t) for t in step(*tensors)]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+def compiled_layer(router: str, precision: str) -> MoELayer:
+    torch.manual_seed(0)
+    return MoELayer(
+        SHAPE, group=VirtualGroup(2), config=SMALL, precision=precision, router=router, shared_output_gate=True, num_groups=2
+    )
+
+
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("router", ["softmax", "sigmoid_group"])
-def test_compiled_layer_has_the_eager_bits(router: str, precision: str, backend: str) -> None:
-    def make() -> MoELayer:
-        torch.manual_seed(0)
-        return MoELayer(
-            SHAPE, group=VirtualGroup(2), config=SMALL, precision=precision, router=router, shared_output_gate=True, num_groups=2
-        )
+def test_compiled_layer_has_the_eager_bits(router: str, precision: str) -> None:
+    wanted = trained(compiled_layer(router, precision))
+    layer = compiled_layer(router, precision)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for _ in range(2):
+        layer.zero_grad()
+        assert trained(layer, compiled) == wanted
 
-    wanted = trained(make())
-    layer = make()
-    compiled = torch.compile(layer, fullgraph=True, backend=backend)
-    assert trained(layer, compiled) == wanted
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("router", ["softmax", "sigmoid_group"])
+def test_layer_compiled_by_inductor_repeats_its_bits_and_stays_close_to_eager(router: str, precision: str) -> None:
+    """Inductor computes the router's softmax or sigmoid and the sums between operators its own way: close, not equal."""
+    eager, layer = compiled_layer(router, precision), compiled_layer(router, precision)
+    trained(eager)
+    compiled = torch.compile(layer, fullgraph=True)
+    first = trained(layer, compiled)
+    for (name, mine), theirs in zip(layer.named_parameters(), eager.parameters(), strict=True):
+        assert mine.grad is not None
+        assert theirs.grad is not None
+        assert (mine.grad - theirs.grad).norm() <= 2**-7 * theirs.grad.norm(), name
     layer.zero_grad()
-    assert trained(layer, compiled) == wanted
+    assert trained(layer, compiled) == first
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_compiled_model_of_four_layers(backend: str) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("router", ["softmax", "sigmoid_group"])
+def test_a_token_computes_the_same_in_any_batch_compiled_by_inductor(router: str) -> None:
+    torch.manual_seed(0)
+    layer = MoELayer(MoEShape(64, 64, 20, 3), config=SMALL, router=router, num_groups=2, top_groups=2, max_tokens=600)
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True)
+
+    def rows(x: torch.Tensor) -> list[torch.Tensor]:
+        batch = x.clone().requires_grad_()
+        out = compiled(batch)
+        (out * torch.arange(64)).sum().backward()
+        assert batch.grad is not None
+        return [out.detach(), batch.grad]
+
+    x = torch.randn(600, 64)
+    whole = rows(x)
+    for size in (2, 7, 300, 599):
+        picked = torch.randperm(600)[:size]
+        assert all(torch.equal(part, full[picked]) for part, full in zip(rows(x[picked]), whole, strict=True))
+
+
+def test_compiled_model_of_four_layers() -> None:
     wanted = trained(Model(2))
     model = Model(2)
-    assert trained(model, torch.compile(model, fullgraph=True, backend=backend)) == wanted
+    assert trained(model, torch.compile(model, fullgraph=True, backend="aot_eager")) == wanted
 
 
 @pytest.mark.parametrize("ep", [1, 2])
