@@ -13,6 +13,7 @@ from mok import display
 from mok.acceptance import AcceptanceReport
 from mok.measurement import Measurement
 from mok.routing import RoutingStats
+from mok.views.panel import panel
 
 # Okabe-Ito, readable with any colour vision; kinds keep their colour over all figures
 PHASE_COLOURS = {"schedule": "#999999", "forward": "#0072B2", "backward": "#D55E00", "step": "#009E73"}
@@ -101,24 +102,14 @@ def controls(show: Callable[[float, int, int], Sequence[Any]], skew: float, ep: 
     Sliders act on release: each change is a real run.
     """
     import ipywidgets as widgets
-    from IPython.display import display as show_in_cell
 
     late = {"continuous_update": False, "style": {"description_width": "120px"}, "layout": widgets.Layout(width="480px")}
-    skew_slider = widgets.FloatSlider(value=skew, min=0.0, max=2.0, step=0.1, description="Zipf skew", **late)
-    ep_slider = widgets.SelectionSlider(value=ep, options=ep_choices, description="EP", **late)
-    tokens_slider = widgets.IntSlider(value=tokens, min=0, max=1024, step=64, description="tokens per rank", **late)
-    output = widgets.Output()
-
-    def redo(*_: Any) -> None:
-        with output:
-            output.clear_output(wait=True)
-            for item in show(skew_slider.value, ep_slider.value, tokens_slider.value):
-                show_in_cell(item)  # type: ignore[no-untyped-call]
-
-    for slider in (skew_slider, ep_slider, tokens_slider):
-        slider.observe(redo, names="value")
-    redo()
-    return widgets.VBox([skew_slider, ep_slider, tokens_slider, output])
+    sliders = (
+        widgets.FloatSlider(value=skew, min=0.0, max=2.0, step=0.1, description="Zipf skew", **late),
+        widgets.SelectionSlider(value=ep, options=ep_choices, description="EP", **late),
+        widgets.IntSlider(value=tokens, min=0, max=1024, step=64, description="tokens per rank", **late),
+    )
+    return panel(sliders, show)
 
 
 def _measurement_bundle(measurement: Measurement) -> dict[str, Any]:
