@@ -262,7 +262,7 @@ class MoELayer(nn.Module):
         def weight(*size: int, fan_in: int) -> nn.Parameter:
             return nn.Parameter(torch.randn(size, device=device, dtype=torch.float32).mul_(fan_in**-0.5).to(dtype))
 
-        self.w_router = nn.Parameter(torch.randn(shape.num_experts, hidden, device=device) * hidden**-0.5)
+        self.w_router = nn.Parameter(torch.randn(shape.num_experts, hidden, dtype=torch.float32, device=device) * hidden**-0.5)
         self.w_routed_gate = weight(experts, inner, hidden, fan_in=hidden)
         self.w_routed_up = weight(experts, inner, hidden, fan_in=hidden)
         self.w_routed_down = weight(experts, hidden, inner, fan_in=inner)
@@ -270,7 +270,7 @@ class MoELayer(nn.Module):
         self.w_shared_up = weight(inner, hidden, fan_in=hidden) if shape.shared else None
         self.w_shared_down = weight(hidden, inner, fan_in=inner) if shape.shared else None
         self.w_output_gate = weight(1, hidden, fan_in=hidden) if shared_output_gate else None
-        self.register_buffer("router_bias", torch.zeros(shape.num_experts, device=device))
+        self.register_buffer("router_bias", torch.zeros(shape.num_experts, dtype=torch.float32, device=device))
         self.routing: Routing | None = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -293,7 +293,7 @@ class MoELayer(nn.Module):
         k = self.shape.top_k
         if self.router == "softmax":
             return softmax_topk(logits, k)
-        bias = self.get_buffer("router_bias")
+        bias = self.get_buffer("router_bias").float()  # f32 also in a module cast to bf16
         return sigmoid_group_topk(logits, bias, k, self.num_groups, self.top_groups)
 
     def experts(self, x: Tensor, top_experts: Tensor, router_weights: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mok import engines, workspace
 from mok.engines import fakes, output_gate, router, torch_engine
+from mok.engines.exact import exact
 
 _FORWARD_MUTATES = ("combine_peers",)
 _MAIN_GRADS = ("routed_gate_main", "routed_up_main", "routed_down_main", "shared_gate_main", "shared_up_main", "shared_down_main")
@@ -98,6 +99,7 @@ def schedule(
 
 
 @torch.library.custom_op("mok::mxfp8_quantize", mutates_args=())
+@exact
 def _mxfp8_quantize(x: Tensor, normal: bool, transposed: bool) -> list[Tensor]:
     parts = engines.active(x.device.type).mxfp8_quantize(x, normal, transposed)
     return [part for part in parts if part is not None]
@@ -254,7 +256,7 @@ def _define(name: str, function: Callable[..., Any], num_outputs: int, mutates: 
     schema = torch.library.infer_schema(function, mutates_args=mutates)
     arguments = schema.rsplit(" -> ", 1)[0]
     outputs = ", ".join(["Tensor"] * num_outputs)
-    return torch.library.custom_op(f"mok::{name}", function, mutates_args=mutates, schema=f"{arguments} -> ({outputs})")
+    return torch.library.custom_op(f"mok::{name}", exact(function), mutates_args=mutates, schema=f"{arguments} -> ({outputs})")
 
 
 _BACKWARD_MUTATES = ("d_x_routed_peers", "d_router_weight_peers", *_MAIN_GRADS)
@@ -267,6 +269,7 @@ dispatch_mlp_swiglu_combine_bwd_mxfp8 = _define("dispatch_mlp_swiglu_combine_bwd
 
 
 @torch.library.custom_op("mok::fwd_epilogue", mutates_args=())
+@exact
 def fwd_epilogue(
     y_shared: Tensor | None,
     combine_buffer: Tensor,
@@ -284,6 +287,7 @@ def fwd_epilogue(
 
 
 @torch.library.custom_op("mok::bwd_epilogue", mutates_args=())
+@exact
 def bwd_epilogue(
     d_x_shared: Tensor | None,
     d_x_routed_buffer: Tensor,
@@ -298,36 +302,42 @@ def bwd_epilogue(
 
 
 @torch.library.custom_op("mok::output_gate_fwd", mutates_args=())
+@exact
 def output_gate_fwd(x: Tensor, weight: Tensor, y_shared: Tensor) -> tuple[Tensor, Tensor]:
     """(sigmoid(x . w) * y_shared bf16 [T, H], sigmoid f32 [T]) for the shared expert's output gate, weight bf16 [1, H]."""
     return output_gate.forward(x, weight, y_shared)
 
 
 @torch.library.custom_op("mok::output_gate_bwd", mutates_args=())
+@exact
 def output_gate_bwd(d_y: Tensor, x: Tensor, weight: Tensor, gate: Tensor, y_shared: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(d_y_shared bf16 [T, H], d_logit f32 [T], d_weight f32 [1, H]) of the output gate."""
     return output_gate.backward(d_y, x, weight, gate, y_shared)
 
 
 @torch.library.custom_op("mok::output_gate_dx", mutates_args=())
+@exact
 def output_gate_dx(d_x_shared: Tensor, d_logit: Tensor, weight: Tensor) -> Tensor:
     """bf16 [T, H] = d_x_shared + d_logit * w, one rounding. An op of its own, so that no compiler fuses the multiply-add."""
     return (d_x_shared.float() + d_logit[:, None] * weight.float()).bfloat16()
 
 
 @torch.library.custom_op("mok::shared_output", mutates_args=())
+@exact
 def shared_output(gate: Tensor, up: Tensor, down: Tensor, swiglu_limit: float | None) -> Tensor:
     """y_shared bf16 [T, H] from the shared expert's saved gate, up bf16 [T, I] and down bf16 [H, I]."""
     return torch_engine.shared_output(gate, up, down, swiglu_limit)
 
 
 @torch.library.custom_op("mok::router_logits", mutates_args=())
+@exact
 def router_logits(x: Tensor, weight: Tensor) -> Tensor:
     """f32 [T, E] = x [T, H] . weight [E, H] in fixed 128-row blocks."""
     return router.logits(x, weight)
 
 
 @torch.library.custom_op("mok::router_logits_bwd", mutates_args=())
+@exact
 def router_logits_bwd(d_logits: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """(d_x [T, H] of x's dtype, d_weight [E, H] of weight's dtype)."""
     return router.logits_backward(d_logits, x, weight)

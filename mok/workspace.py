@@ -50,15 +50,16 @@ class MoKWorkspace:
         def buffers(dtype: torch.dtype, *shape: int) -> list[Tensor]:
             return [torch.empty(shape, dtype=dtype, device=device) for _ in range(size)]
 
-        self.x = buffers(torch.bfloat16, tokens, hidden_size)
-        self.d_y = buffers(torch.bfloat16, tokens, hidden_size)
-        self.combine = buffers(torch.bfloat16, rows, hidden_size)
-        self.d_x_routed = buffers(torch.bfloat16, rows, hidden_size)
-        self.router_weight = buffers(torch.float32, tokens, topk)
-        self.d_router_weight = buffers(torch.float32, tokens, topk)
-        self.topk_all = torch.full((size, tokens, topk), -1, dtype=torch.int32, device=device)
-        self.token_counts = torch.zeros(size, dtype=torch.int32, device=device)
-        self.fault = torch.zeros(FAULT_WORDS, dtype=torch.int64, pin_memory=device.type == "cuda")
+        with torch.inference_mode(False):  # else a workspace first used in inference could never train
+            self.x = buffers(torch.bfloat16, tokens, hidden_size)
+            self.d_y = buffers(torch.bfloat16, tokens, hidden_size)
+            self.combine = buffers(torch.bfloat16, rows, hidden_size)
+            self.d_x_routed = buffers(torch.bfloat16, rows, hidden_size)
+            self.router_weight = buffers(torch.float32, tokens, topk)
+            self.d_router_weight = buffers(torch.float32, tokens, topk)
+            self.topk_all = torch.full((size, tokens, topk), -1, dtype=torch.int32, device=device)
+            self.token_counts = torch.zeros(size, dtype=torch.int32, device=device)
+            self.fault = torch.zeros(FAULT_WORDS, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
         self.handle = next(_NEXT_HANDLE)
         self.dead: str | None = None
         self._busy = threading.Lock()

@@ -5,8 +5,9 @@ The last part is what gives the first its worth: a test of equal bits that canno
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -122,6 +123,39 @@ def test_threads_change_no_bit() -> None:
     finally:
         torch.set_num_threads(before)
     assert len(found) == 1
+
+
+@contextlib.contextmanager
+def caller_mode(mode: str) -> Iterator[None]:
+    """What a training script may have set around a call into the layer."""
+    with contextlib.ExitStack() as stack:
+        if mode.startswith("default "):
+            stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+            torch.set_default_dtype(getattr(torch, mode.removeprefix("default ")))
+        elif mode == "autocast":
+            stack.enter_context(torch.autocast("cpu", torch.bfloat16))
+        elif mode == "inference":
+            stack.enter_context(torch.inference_mode())
+        elif mode == "deterministic":
+            stack.callback(torch.use_deterministic_algorithms, False)
+            torch.use_deterministic_algorithms(True)
+        else:
+            stack.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+            torch.set_float32_matmul_precision("medium")
+        yield
+
+
+@pytest.mark.parametrize("mode", ["default bfloat16", "default float64", "autocast", "inference", "deterministic", "fast matmul"])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_modes_of_the_caller_change_no_bit(precision: str, mode: str) -> None:
+    """Autocast and fast matmuls would round inside our operators, deterministic mode fills new memory."""
+    case = make_case(T=200, output_gate=True)
+    wanted = bits(run_step(case, precision))
+    with caller_mode(mode):
+        results = run_step(case, precision)
+        assert torch.get_float32_matmul_precision() == ("medium" if mode == "fast matmul" else "highest")
+        assert torch.is_autocast_enabled("cpu") == (mode == "autocast")
+    assert bits(results) == wanted
 
 
 @st.composite

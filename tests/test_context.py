@@ -163,6 +163,25 @@ def test_checkpoint_around_the_whole_model() -> None:
         assert trained(model, lambda x, mode=reentrant: checkpoint(model, x, use_reentrant=mode)) == wanted
 
 
+def test_a_workspace_made_in_inference_mode_serves_training() -> None:
+    model = Model()
+    with torch.inference_mode():
+        model(torch.randn(2, 45, SHAPE.hidden))
+    assert trained(model) == trained(Model())
+
+
+def test_layer_under_autocast_and_cast_to_bf16() -> None:
+    wanted = trained(Model())
+    model = Model()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert trained(model) == wanted
+    layer = MoELayer(SHAPE, config=SMALL, router="sigmoid_group", num_groups=2).to(torch.bfloat16)
+    out = layer(torch.randn(9, 128, dtype=torch.bfloat16))
+    out.sum().backward()
+    assert out.dtype == torch.bfloat16
+    assert all(p.grad is not None and p.grad.dtype == torch.bfloat16 for p in layer.parameters())
+
+
 def test_backward_twice_through_a_layer_raises() -> None:
     layer = MoELayer(SHAPE, config=SMALL)
     out = layer(torch.randn(20, 128))

@@ -21,7 +21,7 @@ def backward(d_y: Tensor, x: Tensor, weight: Tensor, gate: Tensor, y_shared: Ten
     del weight
     d_y_shared = (gate[:, None] * d_y.float()).bfloat16()
     d_logit = row_sum(d_y.float() * y_shared.float()) * gate * (1 - gate)
-    d_weight = torch.zeros((1, x.shape[1]), device=x.device)
+    d_weight = torch.zeros((1, x.shape[1]), dtype=torch.float32, device=x.device)
     for logits, rows in zip(padded_blocks(d_logit[:, None]), padded_blocks(x), strict=True):
         d_weight.addmm_(logits.t(), rows.float())
     return d_y_shared, d_logit, d_weight

@@ -33,9 +33,9 @@ class Chain:
     """Weight gradients of one expert as f32 chains over its blocks in row order: gate, up [I, H], down [H, I]."""
 
     def __init__(self, intermediate: int, hidden_size: int, device: torch.device) -> None:
-        self.gate = torch.zeros((intermediate, hidden_size), device=device)
-        self.up = torch.zeros((intermediate, hidden_size), device=device)
-        self.down = torch.zeros((hidden_size, intermediate), device=device)
+        self.gate = torch.zeros((intermediate, hidden_size), dtype=torch.float32, device=device)
+        self.up = torch.zeros((intermediate, hidden_size), dtype=torch.float32, device=device)
+        self.down = torch.zeros((hidden_size, intermediate), dtype=torch.float32, device=device)
 
     def add(self, math: type[operands.Bf16], x: Tensor, d_y: Tensor, block: BlockGradients) -> None:
         """Append one block. `x` f32 [128, H] is already the wgrad operand; `d_y` is bf16 [128, H]."""
