@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from mok.routing.generate import generate
+from mok.routing.history import RoutingHistory, history, label_information
 from mok.routing.recorded import RecordedRouting, load, save
 from mok.routing.recorder import Recorder
 from mok.routing.routers import sigmoid_group_topk, softmax_topk
+from mok.routing.shipped import find, shipped
 from mok.routing.stats import RoutingStats, stats
 from mok.routing.types import Routing
 
@@ -13,10 +15,15 @@ __all__ = [
     "RecordedRouting",
     "Recorder",
     "Routing",
+    "RoutingHistory",
     "RoutingStats",
+    "find",
     "generate",
+    "history",
+    "label_information",
     "load",
     "save",
+    "shipped",
     "sigmoid_group_topk",
     "softmax_topk",
     "stats",
