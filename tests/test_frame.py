@@ -138,6 +138,12 @@ def test_mok_init_copies_notebooks_out_of_an_installed_wheel(wheel: Path, tmp_pa
     assert copied == {path.name: path.read_bytes() for path in (site / "mok/_notebooks").glob("*.ipynb")}
     again = subprocess.run(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(site)}, capture_output=True, check=False)
     assert again.returncode == 2
+    # What the copied notebooks show must be found without a checkout.
+    command = [sys.executable, "-c", "from mok import routing; print(routing.shipped('tiny_moe'))"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(site)}, capture_output=True, text=True, check=False
+    )
+    assert done.stdout.strip() == str(site / "mok/_profiles/routing/tiny_moe.parquet"), done.stderr
 
 
 # Imports
