@@ -120,7 +120,7 @@ _NUMBERS = tuple(f.name for f in dataclasses.fields(Machine) if f.type == "float
 _FACTS = "docs/simulator.md, measurements on one H200"
 _SPEC, _AZURE = "vendor data sheet", "public Azure ND GB200 v6 results (samuel-bohman/AI-benchmarking-guide)"
 _TRITON = "torch matmul 8192 x 8192 x K on a GB300, facebookexperimental/triton pull 740"
-_AO = "torch matmul 8192^3 on a B200, pytorch/ao pull 2427"
+_AO = "torch matmul on a B200, pytorch/ao pull 2427"
 _SAME = "as fitted on the H200; no public measurement"
 
 _COMMON = {
@@ -145,7 +145,7 @@ _BLACKWELL = _COMMON | {
     "l2_bytes": Fact("measured", "126.5 MB reported by the driver, pytorch/ao pull 4002"),
     "l2_gbps": Fact("assumed", "above the 13 TB/s that 256 x 256 pair tiles draw at the measured MMA rate"),
     "link_gbps": Fact("measured", f"1530 GB/s both directions device to device; {_AZURE}"),
-    "tile_ns": Fact("fitted", f"K from 512 to 16384; {_TRITON}"),
+    "tile_ns": Fact("assumed", "as fitted on a GB300"),
     "epilogue_gbps": Fact("assumed", "hidden: the accumulator is double-buffered in tensor memory"),
     "narrow": Fact("assumed", "as fitted on the H200"),
     "launch_ns": Fact("assumed", "as measured on the H200's host"),
@@ -227,7 +227,7 @@ MACHINES: dict[str, Machine] = {
             facts=_BLACKWELL
             | {
                 "num_sms": Fact("measured", "148 reported by the driver, pytorch/ao pull 4002"),
-                "mma_bf16_tflops": Fact("fitted", f"1.42 PFLOP/s, 14 waves of 256 x 256 tiles; {_AO}"),
+                "mma_bf16_tflops": Fact("fitted", f"1.42 PFLOP/s at 8192^3, 14 waves of 256 x 256 tiles; {_AO}"),
                 "mma_best": Fact("measured", f"1.51 PFLOP/s at 3072^3; {_AO}"),
                 "mma_mxfp8_tflops": Fact("fitted", "2.38 PFLOP/s FP8 at 8192^3, NVIDIA/TransformerEngine issue 1747"),
                 "hbm_spec_gbps": Fact("measured", "bus width x clock reported by the driver, pytorch/ao pull 4002"),
@@ -303,7 +303,8 @@ MACHINES: dict[str, Machine] = {
             | {
                 "num_sms": Fact("measured", "152 reported by the driver in public device dumps"),
                 "mma_bf16_tflops": Fact("fitted", f"K from 512 to 16384, 14 waves of 256 x 256 tiles; {_TRITON}"),
-                "mma_best": Fact("measured", f"the same, K = 16384; {_TRITON}"),
+                "mma_best": Fact("measured", f"K = 16384, 14 waves of 256 x 256 tiles; {_TRITON}"),
+                "tile_ns": Fact("fitted", f"K from 512 to 16384; {_TRITON}"),
                 "mma_mxfp8_tflops": Fact("assumed", "GB200's FP8 rate times the two's BF16 ratio"),
                 "hbm_gbps": Fact("assumed", "the H200's share of its data sheet, 0.896"),
                 "link_gbps": Fact("assumed", f"as a GB200: {_AZURE}"),
