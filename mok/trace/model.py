@@ -224,10 +224,8 @@ class Trace:
             if kind not in LANE_KINDS:
                 raise unknown_name("lane kind", kind, LANE_KINDS)
         if len(spans):
-            require(
-                int(spans.dur_ns.min()) >= 0, "spans.dur_ns holds negative durations; clip them and say so in meta.diagnostics."
-            )
-            largest = max(int(np.abs(spans.start_ns).max()), int(spans.dur_ns.max()))
+            require(int(spans.dur_ns.min()) >= 0, "spans.dur_ns is negative somewhere; clip it and say so in diagnostics.")
+            largest = max(-int(spans.start_ns.min()), int(spans.start_ns.max()), int(spans.dur_ns.max()))
             require(largest < _MAX_NS, f"a span's time of {largest} ns is beyond 2^62; times are nanoseconds.")
         object.__setattr__(self, "spans", spans.sorted())
 
