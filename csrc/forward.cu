@@ -130,6 +130,24 @@ __device__ __forceinline__ void producer_thread(const ForwardParams& p, const Pr
   }
 }
 
+// A fragment of 16 x 128 as MXFP8 along its rows would represent it. Blocks of 32 columns lie in the four lanes of a
+// quad: v[2j] and v[2j+1] (rows l/4 and l/4 + 8) for four neighbouring j.
+__device__ __forceinline__ void fake_fragment(u32 (&v)[32]) {
+#pragma unroll
+  for (int block = 0; block < 4; ++block) {
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      float amax = 0;
+#pragma unroll
+      for (int j = 4 * block; j < 4 * block + 4; ++j) amax = pair_amax(v[2 * j + row], amax);
+      amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, 1));
+      amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, 2));
+#pragma unroll
+      for (int j = 4 * block; j < 4 * block + 4; ++j) v[2 * j + row] = fake_pair(v[2 * j + row], amax);
+    }
+  }
+}
+
 // One consumer warpgroup: 64 rows of the CTA's row block.
 struct Consumer {
   const ForwardParams& p;
@@ -201,6 +219,7 @@ struct Consumer {
     for (int i = 0; i < 32; ++i) {
       g[i] = pack_bf16(swiglu(bf16_low(g[i]), bf16_low(u[i]), p.limit), swiglu(bf16_high(g[i]), bf16_high(u[i]), p.limit));
     }
+    if (MOK_MXFP8 && !shared) fake_fragment(g);
     patch.put(g, lane);
     store_patch(patch, (shared ? p.hidden_shared : p.hidden_ring) + at, p.intermediate, rows, cols, lane);
   }
@@ -259,7 +278,7 @@ struct Consumer {
       if (ticket >= limit) return;
       CommUnit unit = walker.seek(ticket);
       if (thread == 0) env.trace->begin(kDispatchUnit, problem.mini_index(unit.macro, unit.mini), unit.row / kBlockRows);
-      for (int i = 0; i < 4; ++i) fetch_row(p, unit.row + (thread >> 5) * 4 + i, unit.macro, lane);
+      for (int i = 0; i < 4; ++i) fetch_row<MOK_MXFP8>(p, unit.row + (thread >> 5) * 4 + i, unit.macro, lane);
       fence_async_global();
       named_barrier(3, 256);
       if (thread == 0) {
@@ -327,6 +346,7 @@ __device__ __forceinline__ void poison(const ForwardParams& p) {
   fill(p.gate_shared, (long long)p.shared_rows * p.intermediate);
   fill(p.up_shared, (long long)p.shared_rows * p.intermediate);
   fill(p.x_ring, (long long)p.ring * p.hidden);
+  fill(p.x_saved, (long long)p.ring * p.hidden);
   fill(p.gate, (long long)p.ring * p.intermediate);
   fill(p.up, (long long)p.ring * p.intermediate);
 }
@@ -383,7 +403,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(mok::kThr
       trace.open(p.trace, p.trace_records, warp, kCommLane, smem + kTraceState);
     }
     __syncwarp();
-    comm_warp(p, problem, flags, env, smem + warp * kCommPoolBytes, smem + kCommBarriers + warp * kCommSlots * 8, lane);
+    comm_warp<MOK_MXFP8>(p, problem, flags, env, smem + warp * kCommPoolBytes, smem + kCommBarriers + warp * kCommSlots * 8, lane);
     trace.close();
     return;
   }

@@ -1,7 +1,7 @@
 """Right, then fast: the forward kernel against plain torch, and timed beside the public pipeline in one process.
 
-    python tests/gpu/forward_check.py correct            # small shapes, every route and ring
-    python tests/gpu/forward_check.py time CASE...        # CASE of mok bench; --comm, --mini, --combine sweep knobs
+python tests/gpu/forward_check.py correct            # small shapes, every route and ring
+python tests/gpu/forward_check.py time CASE...        # CASE of mok bench; --comm, --mini, --combine sweep knobs
 """
 
 from __future__ import annotations
@@ -40,7 +40,11 @@ class Case:
         self.down = new(experts, hidden, inter, scale=inter**-0.5)
         self.shared = None
         if shared:
-            self.shared = (new(inter, hidden, scale=hidden**-0.5), new(inter, hidden, scale=hidden**-0.5), new(hidden, inter, scale=inter**-0.5))
+            self.shared = (
+                new(inter, hidden, scale=hidden**-0.5),
+                new(inter, hidden, scale=hidden**-0.5),
+                new(hidden, inter, scale=inter**-0.5),
+            )
         self.top = reference.routes(tokens, top_k, experts, seed, skew)
         if drop:
             self.top[torch.rand(self.top.shape, device="cuda") < drop] = -1
@@ -57,7 +61,9 @@ class Case:
         for r in range(ep):
             peers[r][: counts[r]] = self.x[starts[r] : starts[r] + counts[r]]
             topk[r, : counts[r]] = self.top[starts[r] : starts[r] + counts[r]]
-        combine = [torch.full((most * self.top_k, self.hidden), float("nan"), dtype=torch.bfloat16, device="cuda") for _ in range(ep)]
+        combine = [
+            torch.full((most * self.top_k, self.hidden), float("nan"), dtype=torch.bfloat16, device="cuda") for _ in range(ep)
+        ]
         need = int(torch.bincount(self.top[self.top >= 0].long() // local, minlength=ep).max())
         capacity = -(-(need + local * 127) // 128) * 128
         token_counts = torch.tensor(counts, dtype=torch.int32, device="cuda")
@@ -119,7 +125,10 @@ def correct():
             bad += not ok
             if ok and first is not got:
                 continue
-            print(f"{'ok ' if ok else 'BAD'} {shape} ep={ep} ring={ring} mini={mini} {combine} comm={comm}: error {error:.3e} (torch {stick:.3e}) same bits {same}", flush=True)
+            print(
+                f"{'ok ' if ok else 'BAD'} {shape} ep={ep} ring={ring} mini={mini} {combine} comm={comm}: error {error:.3e} (torch {stick:.3e}) same bits {same}",
+                flush=True,
+            )
     print("correct:", "FAILED" if bad else "all right", bad, flush=True)
     return bad
 
@@ -193,7 +202,10 @@ def traced(names, variants):
             for what in sorted(set(names_)):
                 rows = names_ == what
                 d = spans.dur_ns[rows] / 1e3
-                print(f"    {what:22s} n {rows.sum():6d} mean {d.mean():8.2f} us  p10 {sorted(d)[len(d) // 10]:8.2f} p90 {sorted(d)[len(d) * 9 // 10]:8.2f} sum {d.sum() / 1e3:9.2f} ms", flush=True)
+                print(
+                    f"    {what:22s} n {rows.sum():6d} mean {d.mean():8.2f} us  p10 {sorted(d)[len(d) // 10]:8.2f} p90 {sorted(d)[len(d) * 9 // 10]:8.2f} sum {d.sum() / 1e3:9.2f} ms",
+                    flush=True,
+                )
 
 
 def main():

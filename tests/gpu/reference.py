@@ -50,7 +50,9 @@ class Pipeline:
         self.gate_up = torch.cat([gate, up], 1).transpose(1, 2)
         self.down = down.transpose(1, 2)
         self.half = gate.shape[1]
-        self.swiglu = torch.compile(lambda h: F.silu(h[:, : self.half].float()).mul(h[:, self.half :].float()).bfloat16(), dynamic=False)
+        self.swiglu = torch.compile(
+            lambda h: F.silu(h[:, : self.half].float()).mul(h[:, self.half :].float()).bfloat16(), dynamic=False
+        )
 
     def __call__(self):
         rows = self.x[self.source.long()]

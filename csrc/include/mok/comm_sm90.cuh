@@ -7,6 +7,7 @@
 #pragma once
 
 #include "mok/env_sm90.cuh"
+#include "mok/mxfp8.cuh"
 #include "mok/params.cuh"
 
 namespace mok {
@@ -16,10 +17,18 @@ constexpr int kCommSlots = 16;
 constexpr int kCommPoolBytes = 56 * 1024;  // per warp
 constexpr int kStoresBehind = 3;           // stores that may still read their slot when the next load is issued
 
+// 8 values of this lane, whose block of 32 it shares with the three other lanes of its quad.
+__device__ __forceinline__ Vec16 fake_block(Vec16 v) {
+  float amax = pair_amax(v.w, pair_amax(v.z, pair_amax(v.y, pair_amax(v.x, 0.0f))));
+  amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, 1));
+  amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, 2));
+  return Vec16{fake_pair(v.x, amax), fake_pair(v.y, amax), fake_pair(v.z, amax), fake_pair(v.w, amax)};
+}
+
 struct Mover {
   u32 pool;       // shared address of this warp's slots
   u32 bars;       // shared address of its kCommSlots mbarriers
-  int piece;      // bytes of one copy, a multiple of 16
+  int piece;      // bytes of one copy, a multiple of 64
   int pieces;     // copies per row
   int slots;
   u32 parity = 0; // expected phase of each slot
@@ -27,13 +36,15 @@ struct Mover {
 
   __device__ __forceinline__ Mover(u32 pool_, u32 bars_, int row_bytes, int lane_) : pool(pool_), bars(bars_), lane(lane_) {
     pieces = ceil_div(row_bytes, 8192);
-    // rows are a multiple of 128 bytes; the last piece may be shorter
-    piece = ceil_div(row_bytes / 16, pieces) * 16;
+    // rows are a multiple of 128 bytes, pieces of 64: an MXFP8 block never straddles two; the last piece may be shorter
+    piece = ceil_div(row_bytes / 64, pieces) * 64;
     slots = min_int(kCommSlots, kCommPoolBytes / piece);
   }
 
   // Copies the rows of lanes in `mask` from `from` to `to` (this lane's row). Complete, globally, on return of lane 0.
-  __device__ __forceinline__ void copy(u64 from, u64 to, u32 mask, int row_bytes) {
+  // kFake: what arrives is the row as MXFP8 would represent it; `raw` (0 = nowhere) gets it unchanged.
+  template <bool kFake>
+  __device__ __forceinline__ void copy(u64 from, u64 to, u64 raw, u32 mask, int row_bytes) {
     int total = __popc(mask) * pieces;
     int ahead = min_int(slots - kStoresBehind, total);
     Cursor load{mask, 0}, store{mask, 0};
@@ -44,6 +55,15 @@ struct Mover {
     for (int c = 0; c < total; ++c) {
       mbar_wait(bars + 8 * slot, parity >> slot & 1);
       parity ^= 1u << slot;
+      if (kFake) {
+        if (__any_sync(~0u, raw != 0)) {
+          Cursor same = store;
+          issue_store(slot, raw, same, row_bytes);
+          if (lane == 0) bulk_wait_read<0>();
+          __syncwarp();
+        }
+        fake_piece(slot, size(store.piece, row_bytes));
+      }
       issue_store(slot, to, store, row_bytes);
       if (c + ahead < total) {
         if (lane == 0) bulk_wait_read<kStoresBehind>();
@@ -75,6 +95,19 @@ struct Mover {
   }
   __device__ __forceinline__ int size(int at, int row_bytes) const { return min_int(piece, row_bytes - at * piece); }
 
+  // Four lanes hold one block of 32 values.
+  __device__ __forceinline__ void fake_piece(int slot, int bytes) const {
+    for (int at = 0; at < bytes; at += 512) {
+      bool inside = at + lane * 16 < bytes;
+      u32 place = pool + slot * piece + at + lane * 16;
+      Vec16 v = inside ? shared_load_16(place) : Vec16{0, 0, 0, 0};
+      v = fake_block(v);
+      if (inside) shared_store_16(place, v);
+    }
+    fence_async_shared();
+    __syncwarp();
+  }
+
   __device__ __forceinline__ void issue_load(int slot, u64 from, Cursor& c, int row_bytes) {
     int at = c.piece;
     u64 source = __shfl_sync(~0u, from, advance(c)) + (u64)at * piece;
@@ -99,31 +132,41 @@ __device__ __forceinline__ void zero_row(u64 to, int row_bytes, int lane) {
 }
 
 // One row by one warp through registers: for warps whose shared memory holds GEMM stages.
+template <bool kFake>
 __device__ __forceinline__ void fetch_row(const ForwardParams& p, int row, int macro, int lane) {
   int row_bytes = p.hidden * 2;
   int peer = p.peer_rank[row];
-  u64 to = (u64)p.x_ring + (u64)(row - macro * p.ring) * row_bytes;
+  u64 place = (u64)(row - macro * p.ring) * row_bytes;
+  u64 to = (u64)p.x_ring + place, raw = kFake && p.x_saved != nullptr && macro == 0 ? (u64)p.x_saved + place : 0;
   if (peer < 0) {
     zero_row(to, row_bytes, lane);
+    if (raw) zero_row(raw, row_bytes, lane);
     return;
   }
   u64 from = p.x_peers[peer] + (u64)(p.peer_token_idx[row] / p.top_k) * row_bytes;
   constexpr int kBatch = 8;
 #pragma unroll 1
-  for (int at = lane * 16; at < row_bytes; at += 512 * kBatch) {
+  for (int first = 0; first < row_bytes; first += 512 * kBatch) {
+    int at = first + lane * 16;
     Vec16 v[kBatch];
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
-      if (at + 512 * i < row_bytes) v[i] = global_load_16((const void*)(from + at + 512 * i));
+      v[i] = at + 512 * i < row_bytes ? global_load_16((const void*)(from + at + 512 * i)) : Vec16{0, 0, 0, 0};
     }
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
-      if (at + 512 * i < row_bytes) global_store_16((void*)(to + at + 512 * i), v[i]);
+      bool inside = at + 512 * i < row_bytes;
+      if (kFake) {
+        if (raw && inside) global_store_16((void*)(raw + at + 512 * i), v[i]);
+        v[i] = fake_block(v[i]);
+      }
+      if (inside) global_store_16((void*)(to + at + 512 * i), v[i]);
     }
   }
 }
 
 // One warp of a communication CTA: draws units until there are none.
+template <bool kFake>
 __device__ __forceinline__ void comm_warp(const ForwardParams& p, const Problem& problem, const Flags& flags, DeviceEnv& env,
                                           u32 pool, u32 bars, int lane) {
   int row_bytes = p.hidden * 2;
@@ -149,12 +192,16 @@ __device__ __forceinline__ void comm_warp(const ForwardParams& p, const Problem&
     if (unit.kind == kDispatch) {
       u64 to = (u64)p.x_ring + ring;
       u64 from = peer >= 0 ? p.x_peers[peer] + (u64)(slot / p.top_k) * row_bytes : 0;
-      for (u32 pads = ~mask; pads != 0; pads &= pads - 1) zero_row(__shfl_sync(~0u, to, __ffs(pads) - 1), row_bytes, lane);
+      u64 raw = kFake && p.x_saved != nullptr && unit.macro == 0 ? (u64)p.x_saved + ring : 0;
+      for (u32 pads = ~mask; pads != 0; pads &= pads - 1) {
+        zero_row(__shfl_sync(~0u, to, __ffs(pads) - 1), row_bytes, lane);
+        if (kFake && __any_sync(~0u, raw != 0)) zero_row(__shfl_sync(~0u, raw, __ffs(pads) - 1), row_bytes, lane);
+      }
       if (mask != ~0u) fence_async_global();
-      mover.copy(from, to, mask, row_bytes);
+      mover.copy<kFake>(from, to, raw, mask, row_bytes);
     } else {
       u64 to = peer >= 0 ? p.combine_peers[peer] + (u64)slot * row_bytes : 0;
-      mover.copy((u64)p.y_ring + ring, to, mask, row_bytes);
+      mover.copy<false>((u64)p.y_ring + ring, to, 0, mask, row_bytes);
     }
     if (lane == 0) {
       publish_unit(env, problem, flags, unit);

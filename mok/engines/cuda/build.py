@@ -65,7 +65,7 @@ def nvrtc_version() -> str:
         from cuda.bindings import nvrtc
 
         _, major, minor = nvrtc.nvrtcVersion()
-    except Exception as error:
+    except (ImportError, RuntimeError) as error:
         raise CapabilityError(
             f"the run-time compiler NVRTC did not load ({error}); install cuda-core and nvidia-cuda-nvrtc, "
             "or use engine='torch', which needs neither."
@@ -118,7 +118,7 @@ def compile_source(folder: pathlib.Path, source: str, defines: Mapping[str, int]
     )
     try:
         code = Program((folder / source).read_text(), "c++", options).compile("cubin", logs=log).code
-    except Exception as error:
+    except (RuntimeError, ValueError) as error:
         raise CompileError(
             f"{source} did not compile for {arch} with {dict(defines)} (NVRTC {nvrtc_version()}):\n{log.getvalue()}\n{error}"
         ) from None

@@ -67,7 +67,7 @@ class Kernel:
         call("cuLaunchKernel", self.function, grid, 1, 1, block, 1, 1, self.shared_bytes, stream, ctypes.addressof(pointers), 0)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _kernel(device: int, folder: str, source: str, defines: tuple[tuple[str, int], ...], name: str, shared_bytes: int) -> Kernel:
     check_device(device)
     torch.cuda.current_stream()  # makes the primary context current

@@ -74,7 +74,9 @@ def launch(
     device, hidden, intermediate = x.device, x.shape[1], gate.shape[1]
     sms = driver.check_device(device.index)
     step = 128 if mxfp8 else 64
-    require(hidden % step == 0 and intermediate % step == 0, f"H and I must be multiples of {step}, got {hidden} and {intermediate}.")
+    require(
+        hidden % step == 0 and intermediate % step == 0, f"H and I must be multiples of {step}, got {hidden} and {intermediate}."
+    )
     require(len(x_peers) <= MAX_PEERS, f"engine 'cuda' takes up to {MAX_PEERS} ranks, got {len(x_peers)}.")
     require(
         minibatch % TILE_ROWS == 0 and ring_rows % TILE_ROWS == 0 and row_block % TILE_ROWS == 0,

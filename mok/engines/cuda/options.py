@@ -62,7 +62,9 @@ class Options:
     fault: torch.Tensor | None = None
 
 
-_options: contextvars.ContextVar[Options] = contextvars.ContextVar("mok_cuda_options", default=Options())
+_DEFAULT = Options()
+_DEFAULT = Options()
+_options: contextvars.ContextVar[Options] = contextvars.ContextVar("mok_cuda_options", default=_DEFAULT)
 
 
 def current() -> Options:

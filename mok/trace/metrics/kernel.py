@@ -104,14 +104,12 @@ def account(trace: Trace) -> SmAccounting:
     comm_sms = 0
     of_lane: dict[int, I64] = {}
     order = np.argsort(lane, kind="stable")
-    for number, group in zip(
-        np.unique(lane).tolist(), np.split(order, np.flatnonzero(np.diff(lane[order])) + 1), strict=True
-    ):
+    for number, group in zip(np.unique(lane).tolist(), np.split(order, np.flatnonzero(np.diff(lane[order])) + 1), strict=True):
         of_lane[number] = group
     roles: dict[str, dict[str, int]] = {}
     for index in np.flatnonzero(kinds == "role").tolist():
-        sm, role = str(labels[index]).rsplit(" ", 1) if str(labels[index]).endswith("producer") else str(labels[index]).rsplit(" ", 2)[0::2]
-        roles.setdefault(sm, {})["producer" if role == "producer" else f"part {role}"] = index
+        words = str(labels[index]).split()  # "SM 012 producer" or "SM 012 consumer 1"
+        roles.setdefault(" ".join(words[:2]), {})[" ".join(words[2:])] = index
     nothing = np.zeros(0, np.int64)
     for sm, span in sms.items():
         low, high = int(begin[span]), int(end[span])
@@ -125,7 +123,7 @@ def account(trace: Trace) -> SmAccounting:
         waits = mine[category[mine] == "wait"]
         rows = waits[name[waits] == "wait x_ready"]
         others = waits[name[waits] != "wait x_ready"]
-        consumers = [of_lane.get(index, nothing) for part, index in lanes_here.items() if part != "producer"]
+        consumers = [of_lane.get(index, nothing) for part, index in lanes_here.items() if part.startswith("consumer")]
         for group in consumers:
             share = 1 / len(consumers)
             mma, epi = group[category[group] == "mma"], group[category[group] == "epilogue"]

@@ -21,8 +21,11 @@ MAGIC = b"MOKTRACE"
 VERSION = 1
 LANES_PER_CTA = 4
 SLICE = np.dtype(
-    [("start_ns", "<u8"), ("start_clock", "<u8"), ("end_ns", "<u8"), ("end_clock", "<u8")]
-    + [("count", "<u4"), ("dropped", "<u4"), ("role", "<u4"), ("sm", "<u4"), ("pad", "<u8", 2)]
+    [
+        *((name, "<u8") for name in ("start_ns", "start_clock", "end_ns", "end_clock")),
+        *((name, "<u4") for name in ("count", "dropped", "role", "sm")),
+        ("pad", "<u8", 2),
+    ]
 )
 RECORD = np.dtype([("tag", "<u4"), ("value", "<u4")])
 
@@ -63,15 +66,16 @@ def unpack(dump: bytes) -> tuple[Bytes, dict[str, Any]]:
         raise InputError("the header of this in-kernel trace is not JSON.") from None
     for key in ("grid", "records", "rank", "launch", "num_comm_sms"):
         require(isinstance(header.get(key), int), f"the header of this in-kernel trace lacks the integer {key!r}.")
+    require(0 < header["grid"] <= 1 << 14 and 0 < header["records"] <= 1 << 24, "the header of this in-kernel trace is damaged.")
     return np.frombuffer(dump, np.uint8, offset=16 + size), header
 
 
 def read(dump: bytes, tokens_per_expert: npt.ArrayLike | None = None) -> Trace:
     """The `Trace` of one dump. `tokens_per_expert` int [Eloc] names the expert of every row block.
 
-    Spans: name as in EVENTS, category load | mma | epilogue | communication | quantize | wait | kernel; args block, tile, minibatch,
-    index (of the flag waited for), expert, stall_ns (mma: time its warpgroup waited for operands). One lane of kind
-    "role" per writer and one of kind "sm" per CTA. Raises InputError for a damaged dump.
+    Spans: name as in EVENTS, category load | mma | epilogue | communication | quantize | wait | kernel; args block,
+    tile, minibatch, index (of the flag waited for), expert, stall_ns (mma: time its warpgroup waited for operands).
+    One lane of kind "role" per writer and one of kind "sm" per CTA. Raises InputError for a damaged dump.
     """
     data, header = unpack(dump)
     grid, records = header["grid"], header["records"]
@@ -84,12 +88,16 @@ def read(dump: bytes, tokens_per_expert: npt.ArrayLike | None = None) -> Trace:
     slices = np.ascontiguousarray(raw[:, : SLICE.itemsize]).view(SLICE).reshape(-1)
     used = np.flatnonzero(slices["end_ns"])
     if not len(used):
-        return _empty(header, (*diagnostics, "no lane recorded anything"))
+        return _empty((*diagnostics, "no lane recorded anything"))
     count = np.minimum(slices["count"][used], records).astype(np.int64)
     rows = np.ascontiguousarray(raw[used, SLICE.itemsize :]).view(RECORD)
     inside = np.arange(records) < count[:, None]
     lane = np.repeat(np.arange(len(used)), count)
     tag, value = rows["tag"][inside].astype(np.int64), rows["value"][inside].astype(np.int64)
+    known = (tag >> 2 & 63) < len(EVENTS)
+    if not known.all():
+        diagnostics.append(f"{int((~known).sum())} records of unknown events left out")
+        tag, value, lane = tag[known], value[known], lane[known]
     dropped = int(slices["dropped"][used].sum())
     if dropped:
         diagnostics.append(f"{dropped} records dropped: raise the number of records per lane")
@@ -109,10 +117,12 @@ def read(dump: bytes, tokens_per_expert: npt.ArrayLike | None = None) -> Trace:
     return Trace(_spans(spans, cta_spans, tokens_per_expert), Counters.none(), table, meta)
 
 
-def _empty(header: dict[str, Any], diagnostics: tuple[str, ...]) -> Trace:
+def _empty(diagnostics: tuple[str, ...]) -> Trace:
     none = np.zeros(0, np.int64)
     spans = Spans(none, none, none.astype(np.int32), Strings.of([]), Strings.of([]), none)
-    return Trace(spans, Counters.none(), Lanes.of([]), TraceMeta("mok in-kernel trace", diagnostics=diagnostics, clock="globaltimer"))
+    return Trace(
+        spans, Counters.none(), Lanes.of([]), TraceMeta("mok in-kernel trace", diagnostics=diagnostics, clock="globaltimer")
+    )
 
 
 def _pair(tag: Any, value: Any, lane: Any, start: Any) -> tuple[dict[str, Any], int]:
@@ -130,9 +140,10 @@ def _pair(tag: Any, value: Any, lane: Any, start: Any) -> tuple[dict[str, Any], 
     values = np.flatnonzero((phase == _VALUE) & (event == STALL))
     ends = np.argsort(last, kind="stable")
     multiplies = ends[(event[last[ends]] >= 4) & (event[last[ends]] < 8)]
-    owner = np.searchsorted(last[multiplies], values) - 1
-    good = (owner >= 0) & (lane[last[multiplies]][np.maximum(owner, 0)] == lane[values]) if len(multiplies) else np.zeros(len(values), bool)
-    stall[multiplies[owner[good]]] = value[values[good]]
+    if len(multiplies):
+        owner = np.maximum(np.searchsorted(last[multiplies], values) - 1, 0)
+        good = (last[multiplies][owner] < values) & (lane[last[multiplies]][owner] == lane[values])
+        stall[multiplies[owner[good]]] = value[values[good]]
     columns = {
         "start_ns": start[lane[first]] + value[first],
         "dur_ns": np.maximum(value[last] - value[first], 0),
@@ -160,7 +171,12 @@ def _lanes(slices: Any, used: Any, header: dict[str, Any]) -> tuple[Lanes, dict[
     np.minimum.at(begin, cta, slices["start_ns"].astype(np.int64))
     np.maximum.at(end, cta, slices["end_ns"].astype(np.int64))
     rows += [(rank, 0, 0, "sm", f"SM {int(slices['sm'][i]):03d}") for i in first]
-    life = {"start_ns": begin, "dur_ns": end - begin, "lane": len(used) + np.arange(len(ctas)), "comm": slices["role"][first] == 2}
+    life = {
+        "start_ns": begin,
+        "dur_ns": end - begin,
+        "lane": len(used) + np.arange(len(ctas)),
+        "comm": slices["role"][first] == 2,
+    }
     return Lanes.of(rows), life
 
 
@@ -187,7 +203,9 @@ def _spans(columns: dict[str, Any], life: dict[str, Any], tokens_per_expert: npt
     if tokens_per_expert is not None:
         ends = np.cumsum(np.asarray(tokens_per_expert, np.int64))
         block = np.searchsorted(ends, columns["index"] * 128, side="right")
-        by_block = np.array([n.split()[-1] in ("gate_up", "down", "dispatch", "combine", "hidden_ready", "y_ready") for n in EVENTS])
+        by_block = np.array(
+            [n.split()[-1] in ("gate_up", "down", "dispatch", "combine", "hidden_ready", "y_ready") for n in EVENTS]
+        )
         args["expert"] = column(np.where(block < len(ends), block, NO_VALUE), by_block[event])
     total = count + more
     return Spans(
