@@ -23,7 +23,7 @@ I64 = npt.NDArray[np.int64]
 
 HOST, STREAM, FIRST_SM = 0, 1, 2  # lane numbers
 CATEGORIES = ("host", "kernel", "compute", "communication", "wait rows", "wait tiles", "wait ring", "idle")
-_ARGS = ("task", "expert", "minibatch", "macrobatch", "row", "column")
+_ARGS = ("task", "expert", "minibatch", "macrobatch", "row", "column", "index")
 _BINS = 400  # counter samples per kernel
 
 # Flags a task waits for because its own inputs are not there yet; any other wait is for a place in the ring.
@@ -41,6 +41,14 @@ _INPUTS: dict[Kind, tuple[str, ...]] = {
     Kind.WGRAD_UP_SHARED: ("wgrad_ready_shared",),
     Kind.COMBINE: ("y_ready",),
     Kind.COMBINE_DX: ("dx_ready",),
+}
+# Waits for a place in the ring are called by what becomes free, as the in-kernel trace calls them.
+_PLACES: dict[tuple[Kind, str], str] = {
+    (Kind.DISPATCH, "hidden_ready"): "x_free",
+    (Kind.DISPATCH, "wgrad_done"): "x_free",
+    (Kind.DISPATCH_DY, "wgrad_done"): "dy_free",
+    (Kind.GATE_UP, "y_ready"): "hidden_free",
+    (Kind.DGRAD_DOWN, "dx_ready"): "d_hidden_free",
 }
 
 
@@ -62,11 +70,16 @@ class Launch:
     work: Work | None = None
 
 
-def wait_categories(plan: Plan, events: Events) -> npt.NDArray[np.int64]:
-    """Index into `CATEGORIES` of every wait: rows, tiles or ring."""
-    owner = np.zeros(len(plan.flag_need), np.int64)  # flag -> its table
+def _tables(plan: Plan, flag: npt.NDArray[np.int32]) -> I64:
+    """The flag table (its position in `plan.flag_tables`) of every flag."""
+    owner = np.zeros(len(plan.flag_need), np.int64)
     for index, table in enumerate(plan.flag_tables):
         owner[table.first : table.first + table.count] = index
+    return owner[flag]
+
+
+def wait_categories(plan: Plan, events: Events) -> I64:
+    """Index into `CATEGORIES` of every wait: rows, tiles or ring."""
     rule = np.full((len(plan.flag_tables), max(Kind) + 1), CATEGORIES.index("wait ring"))
     for index, table in enumerate(plan.flag_tables):
         if table.name in ROW_FLAGS:
@@ -74,7 +87,8 @@ def wait_categories(plan: Plan, events: Events) -> npt.NDArray[np.int64]:
         for kind, names in _INPUTS.items():
             if table.name in names:
                 rule[index, kind] = CATEGORIES.index("wait tiles")
-    return rule[owner[events.wait_flag], plan.kind[events.wait_task]]
+    found: I64 = rule[_tables(plan, events.wait_flag), plan.kind[events.wait_task]]
+    return found
 
 
 def build(launches: Sequence[Launch], machine: Machine, rank: int, meta: TraceMeta) -> Trace:
@@ -132,7 +146,7 @@ def _lanes_of(events: Events, worker: I64) -> tuple[I64, I64]:
 
 def _columns(plan: Plan, task: I64) -> dict[str, I64]:
     columns = (plan.expert, plan.minibatch, plan.macrobatch, plan.row_begin, plan.col_begin)
-    return {"task": task} | {name: column[task].astype(np.int64) for name, column in zip(_ARGS[1:], columns, strict=True)}
+    return {"task": task} | {name: column[task].astype(np.int64) for name, column in zip(_ARGS[1:-1], columns, strict=True)}
 
 
 def _tasks(plan: Plan, events: Events, offset: float) -> _Part:
@@ -163,16 +177,22 @@ def _waits(plan: Plan, events: Events, offset: float) -> _Part:
     first, second = _lanes_of(events, events.worker[events.wait_task].astype(np.int64))
     both = np.flatnonzero(second >= 0)
     which = np.concatenate((np.arange(len(first)), both))
-    flags, name = np.unique(events.wait_flag[which], return_inverse=True)
+    table, kind = _tables(plan, events.wait_flag)[which], plan.kind[events.wait_task][which].astype(np.int64)
+    pairs, name = np.unique(table * (max(Kind) + 1) + kind, return_inverse=True)
+    names = []
+    for pair in pairs.tolist():
+        flag, waiter = plan.flag_tables[pair // (max(Kind) + 1)].name, Kind(pair % (max(Kind) + 1))
+        names.append(f"wait {_PLACES.get((waiter, flag), flag)}")
+    begin = np.array([flags.first for flags in plan.flag_tables], np.int64)
     return _Part(
         events.wait_begin_ns[which] + offset,
         events.wait_end_ns[which] + offset,
         np.concatenate((first, second[both])),
         name.astype(np.int64),
-        tuple(f"wait {plan.flag_name(int(flag))}" for flag in flags),
+        tuple(names),
         wait_categories(plan, events)[which],
         np.full(len(which), -1),
-        _columns(plan, events.wait_task[which].astype(np.int64)),
+        _columns(plan, events.wait_task[which].astype(np.int64)) | {"index": events.wait_flag[which] - begin[table]},
     )
 
 
