@@ -149,6 +149,7 @@ def _papermill(source: Path, target: Path, values: Mapping[str, Any], sockets: P
     config = Config()
     config.KernelManager.transport = "ipc"
     config.KernelManager.ip = str(sockets / "k")
+    config.KernelManager.client_factory = "mok.notebook_client.SlicedKernelClient"
     try:
         return papermill.execute_notebook(
             _literal(source),

@@ -109,6 +109,21 @@ def test_two_runs_at_once_do_not_share_sockets(tmp_path: Path) -> None:
         assert notebook.read_summary(nbformat.read(tmp_path / f"{i}.ipynb", 4))[0] == ("ep", "1")
 
 
+def test_output_widgets_do_not_hang_the_run(tmp_path: Path) -> None:
+    # While it waits for a cell, nbclient answers Output widgets on the same socket; with its own client most runs hang.
+    cell = (
+        "out = w.Output()\nwith out:\n    out.clear_output(wait=True)\n    for i in range(3):\n        display(i)\nw.VBox([out])"
+    )
+    source = write(tmp_path / "a.ipynb", "import ipywidgets as w", *[cell] * 10, RECORD)
+    code = "import sys, pathlib, mok.notebook\nmok.notebook.execute(*map(pathlib.Path, sys.argv[1:]), {})"
+    command = [sys.executable, "-c", code, str(source), str(tmp_path / "out.ipynb")]
+    subprocess.run(command, check=True, timeout=60, stderr=subprocess.DEVNULL)
+    executed = nbformat.read(tmp_path / "out.ipynb", 4)
+    states = executed.metadata.widgets[notebook_html.STATE_MIME]["state"].values()
+    shown = [model["state"]["outputs"] for model in states if "outputs" in model["state"]]
+    assert [[output["data"]["text/plain"] for output in outputs] for outputs in shown] == [["0", "1", "2"]] * 10
+
+
 @pytest.mark.parametrize(
     ("cell", "words"),
     [
