@@ -19,7 +19,7 @@ sys.path[:0] = [str(pathlib.Path(__file__).parent), str(pathlib.Path(__file__).p
 import reference
 
 from mok import schedule as rule
-from mok.engines.cuda import epilogue, forward
+from mok.engines.cuda import epilogue, megakernel
 
 CASES = {
     "dsv3-ep8-t8192": (8192, 7168, 2048, 32, 8),
@@ -77,7 +77,7 @@ def run(case, ep=1, *, prepared=None, num_comm_sms=8, minibatch=2048, ring=None,
     outs, kept = [], []
     for r in range(ep):
         mine = slice(r * local, (r + 1) * local)
-        kept.append(forward.launch(
+        kept.append(megakernel.launch(
             mxfp8=False, x_peers=peers, combine_peers=homes, shared=case.shared, weights=(case.gate[mine], case.up[mine], case.down[mine]),
             schedule=schedules[r], rank=r, top_k=case.top_k, num_shared_tokens=counts[r], swiglu_limit=limit,
             num_comm_sms=num_comm_sms, minibatch=minibatch, ring_rows=min(ring or capacity, capacity), row_block=128,

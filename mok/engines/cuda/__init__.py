@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from mok.engines.cuda import forward as _forward
+from mok.engines.cuda import megakernel
 from mok.engines.cuda.epilogue import backward_epilogue, forward_epilogue
 from mok.engines.cuda.meeting import barrier, gather_routes
 from mok.engines.cuda.quantize import dequantize
@@ -67,7 +67,7 @@ def forward(
             if tensor.data_ptr() % 16:
                 raise InputError(f"{name} must start at a multiple of 16 bytes.")
     gate, up, down = (dequantize(routed[i], routed[i + 1]) for i in (0, 2, 4)) if mxfp8 else routed
-    kept = _forward.launch(
+    kept = megakernel.launch(
         mxfp8=mxfp8,
         x_peers=x_peers,
         combine_peers=combine_peers,

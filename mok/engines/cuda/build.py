@@ -112,7 +112,7 @@ def compile_source(folder: pathlib.Path, source: str, defines: Mapping[str, int]
         arch=arch,
         std=_STD,
         include_path=[str(folder / "include")],
-        define_macro=[(name, str(value)) for name, value in sorted(defines.items())],
+        define_macro=[(name, str(value)) for name, value in sorted(defines.items())] or None,  # an empty list is refused
         ptxas_options=["-v"],
         lineinfo=True,
     )
