@@ -107,7 +107,7 @@ def controls(show: Callable[[float, int, int], Sequence[Any]], skew: float, ep: 
     sliders = (
         widgets.FloatSlider(value=skew, min=0.0, max=2.0, step=0.1, description="Zipf skew", **late),
         widgets.SelectionSlider(value=ep, options=ep_choices, description="EP", **late),
-        widgets.IntSlider(value=tokens, min=0, max=1024, step=64, description="tokens per rank", **late),
+        widgets.IntSlider(value=tokens, min=0, max=max(1024, tokens), step=64, description="tokens per rank", **late),
     )
     return panel(sliders, show)
 
