@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mok import MoKConfig, acceptance
 from mok import schedule as schedules
-from mok.engines import walk
+from mok.engines import swiglu, walk
 from mok.engines.oracle import LayerInputs
 
 PRECISIONS = ("bf16", "mxfp8")
@@ -124,6 +124,16 @@ def test_router_gradient_is_the_dot_product_for_every_weight(weight: float) -> N
     assert torch.equal(run_step(case)["d_router_weights"], run_step(ones)["d_router_weights"])
 
 
+def test_gradients_pass_at_the_clamp_itself_and_stop_beyond_it() -> None:
+    """gate <= L and -L <= up <= L pass; the next BF16 value does not. As autograd of the oracle's formula says."""
+    limit, beyond = 0.75, 0.75390625
+    gate = torch.tensor([limit, beyond, 0.5, 0.5, 0.5, 0.5, -9.0])
+    up = torch.tensor([0.5, 0.5, limit, beyond, -limit, -beyond, 0.5])
+    d_gate, d_up = swiglu.backward(gate, up, torch.ones(7), limit)
+    assert d_gate.ne(0).tolist() == [True, False, True, True, True, True, True]
+    assert d_up.ne(0).tolist() == [True, True, True, False, True, False, True]
+
+
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_nan_weight_on_a_valid_route_is_nan_where_the_truth_is(precision: str) -> None:
     case = make_case(T=200, K=2)
@@ -164,6 +174,7 @@ def test_main_grads_take_one_add_per_chain(precision: str, dtype: torch.dtype) -
     acceptance.accept(judged, case, precision).raise_if_bad()
     for name, chain in zip(names, chains, strict=False):
         assert torch.equal(chain.bfloat16(), returned[name]), name
+        assert chain.ne(chain.bfloat16().float()).any(), f"{name} was rounded before it was added"
 
     generator = torch.Generator().manual_seed(5)
     start = [torch.randn(chain.shape, generator=generator).to(dtype) for chain in chains]
@@ -251,8 +262,8 @@ def test_no_int32_arithmetic_in_schedule_and_row_table() -> None:
     assert recorder.narrow == []
 
 
-def test_peers_with_more_than_two_to_the_31_elements_are_read_and_written_at_the_right_place() -> None:
-    """Row tables over [600000, 4096] peers: expanded storage for reading, stride-0 columns, so nothing large is held."""
+def test_peers_with_more_than_two_to_the_31_elements_are_read_at_the_right_place() -> None:
+    """A row table over [600000, 4096] peers of one expanded column, so that nothing large is held."""
     column = torch.arange(ROWS, dtype=torch.float32)
     peers = [column[:, None].expand(ROWS, HIDDEN)]
     assert peers[0].numel() > BIG
