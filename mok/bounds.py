@@ -6,7 +6,8 @@ after padding, H hidden, I intermediate, Eloc local experts, T tokens of this ra
 
   forward   FLOPs 6 R H I; HBM 6 Eloc H I + 2 R (4 H + 2 I) [+ 4 R I when gate and up are stored for backward]
   backward  FLOPs 12 R H I (+ 4 R H I for replayed rows); HBM 12 Eloc H I + 2 R (7 H + 11 I)
-  link      4 R H (EP - 1) / EP per direction and pass: rows in, rows out
+  recompute FLOPs 4 R H I; HBM 4 Eloc H I + 2 R (2 H + 3 I), R of macrobatch 0: rows in, GATE_UP, nothing out
+  link      4 R H (EP - 1) / EP per direction and pass: rows in, rows out (recompute: half of it)
 
 The shared expert adds its tokens to the FLOPs, and its weights and activations to the bytes; it crosses no link.
 """
@@ -20,7 +21,7 @@ from typing import Any
 from mok.errors import require, unknown_name
 from mok.shapes import MoEShape
 
-PHASES = ("forward", "backward", "step")
+PHASES = ("forward", "backward", "recompute", "step")
 MXFP8_BYTES = 1 + 1 / 32  # an E4M3 value and its share of the E8M0 block scale
 BF16_BYTES = 2
 
@@ -96,11 +97,12 @@ def bound(
     save_context: bool = True,
     precision: str = "bf16",
 ) -> Bound:
-    """Roofline bound of one rank's `phase` ("forward", "backward" or "step", the sum of both).
+    """Roofline bound of one rank's `phase`: "forward", "backward", "recompute", or "step" (the first two).
 
-    rows: routed rows of this rank, padding included. tokens: this rank's own tokens (the shared expert's rows).
-    remote_rows: rows fetched from other ranks (default rows * (EP - 1) / EP); home_rows: rows of this rank's tokens that
-    other ranks send back (default: remote_rows). A direction of the link carries both in each pass.
+    rows: routed rows of this rank, padding included. num_local_experts: those with at least one row. tokens: this rank's
+    own tokens (the shared expert's rows). remote_rows: rows fetched from other ranks (default rows * (EP - 1) / EP);
+    home_rows: rows of this rank's tokens that other ranks send back (default: remote_rows). A direction of the link
+    carries both in each pass.
     replayed_rows: rows beyond macrobatch 0, whose GATE_UP backward repeats. save_context: forward stores gate and up.
     precision: "mxfp8" makes expert weights 33/32 bytes per element; rows travel and are stored in BF16 all the same.
     Raises InputError: unknown phase or precision, negative counts.
@@ -142,7 +144,11 @@ def bound(
     if phase == "forward":
         flops = 6 * all_rows * hidden * inner
         hbm = weights + 2 * all_rows * (4 * hidden + 2 * inner) + (4 * all_rows * inner if save_context else 0)
-        link, again = BF16_BYTES * hidden * (remote + home), 0.0
+        link = BF16_BYTES * hidden * (remote + home)
+    elif phase == "recompute":
+        flops = 4 * all_rows * hidden * inner
+        hbm = weights * 2 / 3 + 2 * all_rows * (2 * hidden + 3 * inner)
+        link = BF16_BYTES * hidden * max(remote, home)
     else:
         again = replayed_rows * (remote / rows if rows else 0.0)  # the replay pulls x a second time
         flops = 12 * all_rows * hidden * inner + 4 * replayed_rows * hidden * inner

@@ -24,6 +24,14 @@ from mok.workload import DIRECTIONS, ENGINES, PRECISIONS, RoutingSpec, Workload
 EXIT_WRONG = 1
 EXIT_MISTAKE = 2
 MAX_WORKLOAD_BYTES = 1 << 20
+CONFIG_OPTIONS = {  # option -> the fields of MoKConfig it sets
+    "minibatch": ("minibatch_size",),
+    "macrobatch": ("macrobatch_size",),
+    "comm_sms": ("fwd_num_comm_sms", "bwd_num_comm_sms"),
+    "combine": ("combine",),
+    "row_block": ("row_block",),
+    "capacity_multiplier": ("schedule_capacity_multiplier",),
+}
 
 # typer carries its own copy of click in some versions and the package in others; its public error leads to the root.
 UsageError = cast(type[Exception], typer.BadParameter.__mro__[1])
@@ -33,6 +41,26 @@ routing_app = typer.Typer(rich_markup_mode=None)
 app.add_typer(routing_app, name="routing")
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+# Options that say which step: `run` measures it, `simulate` predicts it.
+WorkloadFile = Annotated[Path | None, typer.Option(help="A Workload as JSON; other options override its fields.")]
+ShapeText = Annotated[str | None, typer.Option(help=f"{', '.join(PRESETS)}, or HxIxExK with +shared.")]
+TokensText = Annotated[str | None, typer.Option(help="Tokens per rank: one number, or one per rank (256,0,128,64).")]
+Ep = Annotated[int | None, typer.Option(help="Expert-parallel ranks; must divide the number of experts.")]
+RoutingText = Annotated[
+    str | None, typer.Option(help="uniform, zipf:S, hot:N:SHARE, dirichlet:ALPHA or file:PATH[:step=S][:layer=L].")
+]
+Precision = Annotated[str | None, typer.Option(help=" or ".join(PRECISIONS))]
+Direction = Annotated[str | None, typer.Option(help=" or ".join(DIRECTIONS))]
+RanksText = Annotated[str | None, typer.Option(help="all, closed or open(r).")]
+Seed = Annotated[int | None, typer.Option(help="Seed of weights, inputs and routes.")]
+Recompute = Annotated[bool | None, typer.Option(help="Recompute the forward context before backward.")]
+Minibatch = Annotated[int | None, typer.Option(help="Rows per minibatch, the grain of overlap.")]
+Macrobatch = Annotated[int | None, typer.Option(help="Rows of the macrobatch ring, the bound on memory.")]
+CommSms = Annotated[int | None, typer.Option(help="Communication SMs, forward and backward.")]
+Combine = Annotated[str | None, typer.Option(help="comm or epilogue: who pushes expert outputs home.")]
+RowBlock = Annotated[int | None, typer.Option(help="Rows an expert's rows are padded to: 128 or 256.")]
+CapacityMultiplier = Annotated[float | None, typer.Option(help="Share of all routes one rank must hold.")]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -122,28 +150,26 @@ def doctor(as_json: AsJson = False) -> None:
 
 @app.command()
 def run(
-    workload: Annotated[Path | None, typer.Option(help="A Workload as JSON; other options override its fields.")] = None,
-    shape: Annotated[str | None, typer.Option(help=f"{', '.join(PRESETS)}, or HxIxExK with +shared.")] = None,
-    tokens: Annotated[str | None, typer.Option(help="Tokens per rank: one number, or one per rank (256,0,128,64).")] = None,
-    ep: Annotated[int | None, typer.Option(help="Expert-parallel ranks; must divide the number of experts.")] = None,
-    routing: Annotated[
-        str | None, typer.Option(help="uniform, zipf:S, hot:N:SHARE, dirichlet:ALPHA or file:PATH[:step=S][:layer=L].")
-    ] = None,
-    precision: Annotated[str | None, typer.Option(help=" or ".join(PRECISIONS))] = None,
-    direction: Annotated[str | None, typer.Option(help=" or ".join(DIRECTIONS))] = None,
-    ranks: Annotated[str | None, typer.Option(help="all, closed or open(r).")] = None,
+    workload: WorkloadFile = None,
+    shape: ShapeText = None,
+    tokens: TokensText = None,
+    ep: Ep = None,
+    routing: RoutingText = None,
+    precision: Precision = None,
+    direction: Direction = None,
+    ranks: RanksText = None,
     engine: Annotated[str | None, typer.Option(help=", ".join(ENGINES))] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of weights, inputs and routes.")] = None,
+    seed: Seed = None,
     swiglu_limit: Annotated[float | None, typer.Option(help="Clamp of gate and up before SwiGLU.")] = None,
     shared_output_gate: Annotated[bool | None, typer.Option(help="Gate on the shared expert's output.")] = None,
-    recompute: Annotated[bool | None, typer.Option(help="Recompute the forward context before backward.")] = None,
+    recompute: Recompute = None,
     csrc: Annotated[str | None, typer.Option(help="Kernel source folder other than the wheel's.")] = None,
-    minibatch: Annotated[int | None, typer.Option(help="Rows per minibatch, the grain of overlap.")] = None,
-    macrobatch: Annotated[int | None, typer.Option(help="Rows of the macrobatch ring, the bound on memory.")] = None,
-    comm_sms: Annotated[int | None, typer.Option(help="Communication SMs, forward and backward.")] = None,
-    combine: Annotated[str | None, typer.Option(help="comm or epilogue: who pushes expert outputs home.")] = None,
-    row_block: Annotated[int | None, typer.Option(help="Rows an expert's rows are padded to: 128 or 256.")] = None,
-    capacity_multiplier: Annotated[float | None, typer.Option(help="Share of all routes one rank must hold.")] = None,
+    minibatch: Minibatch = None,
+    macrobatch: Macrobatch = None,
+    comm_sms: CommSms = None,
+    combine: Combine = None,
+    row_block: RowBlock = None,
+    capacity_multiplier: CapacityMultiplier = None,
     repeats: Annotated[int, typer.Option(help="Timed repeats.")] = 20,
     check: Annotated[
         bool, typer.Option("--check", help="Judge the results against the float64 oracle; exit 1 if they fail.")
@@ -159,37 +185,91 @@ def run(
       mok run --shape 512x256x32x4+shared --tokens 256,0,128,64 --ep 4
       mok run --workload step.json --minibatch 2048 --check --json
     """
-    fields = {
-        "shape": None if shape is None else parse_shape(shape),
-        "tokens": None if tokens is None else parse_tokens(tokens),
-        "routing": None if routing is None else RoutingSpec.parse(routing),
-        "ep": ep,
-        "precision": precision,
-        "direction": direction,
-        "ranks": ranks,
-        "engine": engine,
-        "seed": seed,
-        "swiglu_limit": swiglu_limit,
-        "shared_output_gate": shared_output_gate,
-        "recompute": recompute,
-        "csrc": csrc,
-    }
-    config = {
-        "minibatch_size": minibatch,
-        "macrobatch_size": macrobatch,
-        "fwd_num_comm_sms": comm_sms,
-        "bwd_num_comm_sms": comm_sms,
-        "combine": combine,
-        "row_block": row_block,
-        "schedule_capacity_multiplier": capacity_multiplier,
-    }
-    work = with_options(Workload() if workload is None else read_workload(workload), fields, config)
+    work = step_of(
+        workload,
+        shape=shape,
+        tokens=tokens,
+        routing=routing,
+        ep=ep,
+        precision=precision,
+        direction=direction,
+        ranks=ranks,
+        engine=engine,
+        seed=seed,
+        swiglu_limit=swiglu_limit,
+        shared_output_gate=shared_output_gate,
+        recompute=recompute,
+        csrc=csrc,
+        minibatch=minibatch,
+        macrobatch=macrobatch,
+        comm_sms=comm_sms,
+        combine=combine,
+        row_block=row_block,
+        capacity_multiplier=capacity_multiplier,
+    )
     from mok import measure
 
     measurement = measure.run(work, repeats=repeats, check=check)
     _emit(measurement.summary_rows(), measurement.to_dict(), as_json)
     if measurement.accepted is False:
         raise typer.Exit(EXIT_WRONG)
+
+
+@app.command()
+def simulate(
+    machine: Annotated[str, typer.Option(help="h200, hgx-b200, gb200-nvl72 or gb300-nvl72.")] = "gb300-nvl72",
+    workload: WorkloadFile = None,
+    shape: ShapeText = None,
+    tokens: TokensText = None,
+    ep: Ep = None,
+    routing: RoutingText = None,
+    precision: Precision = None,
+    direction: Direction = None,
+    ranks: RanksText = None,
+    seed: Seed = None,
+    recompute: Recompute = None,
+    minibatch: Minibatch = None,
+    macrobatch: Macrobatch = None,
+    comm_sms: CommSms = None,
+    combine: Combine = None,
+    row_block: RowBlock = None,
+    capacity_multiplier: CapacityMultiplier = None,
+    rank: Annotated[int | None, typer.Option(help="Which rank; default: the one with most rows.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Write the timeline to this Parquet file.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Predict one rank's MoE step on a machine you need not have. Everything it says is marked as simulated.
+
+    \b
+    Examples:
+      mok simulate --shape deepseek-v3 --ep 64 --tokens 8192
+      mok simulate --machine h200 --shape qwen3-235b-a22b --ep 8 --tokens 4096 --comm-sms 16 --minibatch 2048
+      mok simulate --shape deepseek-v3 --ep 64 --tokens 8192 --routing zipf:1.2 --json --trace out.parquet
+    """
+    work = step_of(
+        workload,
+        shape=shape,
+        tokens=tokens,
+        routing=routing,
+        ep=ep,
+        precision=precision,
+        direction=direction,
+        ranks=ranks,
+        seed=seed,
+        recompute=recompute,
+        minibatch=minibatch,
+        macrobatch=macrobatch,
+        comm_sms=comm_sms,
+        combine=combine,
+        row_block=row_block,
+        capacity_multiplier=capacity_multiplier,
+    )
+    from mok.simulate import simulate as predict
+
+    prediction = predict(work, machine, rank=rank)
+    written = None if trace is None else str(prediction.trace.write(trace))
+    rows = prediction.summary_rows() + ([("trace", written)] if written else [])
+    _emit(rows, prediction.to_dict() | {"trace": written}, as_json)
 
 
 @routing_app.command("stats")
@@ -273,6 +353,19 @@ def read_workload(path: Path) -> Workload:
         raise InputError(f"{path} is not JSON: {error}.") from None
     require(isinstance(data, dict), f"{path} must hold one JSON object, as Workload.to_dict() makes it.")
     return Workload.from_dict(data)
+
+
+def step_of(file: Path | None, **options: Any) -> Workload:
+    """The Workload that options describe, over the one in `file` (default: `Workload()`); None means not given."""
+    given = {name: value for name, value in options.items() if value is not None}
+    for name, parse in (("shape", parse_shape), ("tokens", parse_tokens), ("routing", RoutingSpec.parse)):
+        if name in given:
+            given[name] = parse(given[name])
+    config: dict[str, Any] = {}
+    for option, names in CONFIG_OPTIONS.items():
+        if option in given:
+            config |= dict.fromkeys(names, given.pop(option))
+    return with_options(Workload() if file is None else read_workload(file), given, config)
 
 
 def with_options(workload: Workload, fields: Mapping[str, Any], config: Mapping[str, Any]) -> Workload:

@@ -16,9 +16,9 @@ from mok.plan import Plan
 from mok.shapes import MoEShape
 from mok.simulate.costs import Costs, Traffic, costs
 from mok.simulate.engine import Events, run
-from mok.simulate.loads import Loads, closed_slice, loads
 from mok.simulate.machines import MACHINES, Machine
 from mok.simulate.prediction import KernelPrediction, KindRow, Prediction, account
+from mok.simulate.routes import Loads, closed_slice, loads
 from mok.simulate.timeline import Launch, build, describe
 from mok.workload import Workload
 
@@ -224,20 +224,20 @@ class _Step:
         self.kernels.append(account(plan, cost, events, begin_ns=begin, time_ns=time, num_sms=machine.num_sms, bound=limit))
 
     def bound(self, direction: str, plan: Plan, keeps: bool) -> Bound:
-        """The roofline of what this kernel really does."""
-        job, shape = self.job, self.job.shape
-        rows, replayed = plan.num_rows, max(0, plan.num_rows - plan.ring_rows)
+        """The roofline of what this kernel really does: an expert without rows needs no weights."""
+        job, rows = self.job, plan.num_rows
+        part = min(1.0, plan.ring_rows / rows) if direction == "recompute" and rows else 1.0  # macrobatch 0 only
         return bound(
-            "forward" if direction == "recompute" else direction,
-            shape,
+            direction,
+            job.shape,
             self.machine.rates(job.precision),
-            rows=rows,
-            num_local_experts=len(self.rows),
+            rows=round(rows * part),
+            num_local_experts=int((self.rows > 0).sum()) if part == 1.0 else 0,
             tokens=self.tokens,
             ep=job.ep,
-            remote_rows=int(self.traffic.remote_rows.sum()),
-            home_rows=self.traffic.home_rows,
-            replayed_rows=replayed,
+            remote_rows=int(part * self.traffic.remote_rows.sum()),
+            home_rows=int(part * self.traffic.home_rows),
+            replayed_rows=max(0, rows - plan.ring_rows),
             save_context=keeps,
             precision=job.precision,
         )
