@@ -13,12 +13,14 @@ import numpy as np
 import torch
 
 from mok import acceptance, digest, engines, functional, ops, routing
+from mok.bounds import Bound, bound
 from mok.config import MoKConfig
 from mok.engines.oracle import LayerInputs
 from mok.errors import InputError, require
 from mok.groups import VirtualGroup
 from mok.measurement import Measurement, Timing
 from mok.session.device import device_facts, memory_bytes
+from mok.session.rates import measured_rates
 from mok.shapes import MoEShape
 from mok.workload import Workload
 
@@ -245,6 +247,7 @@ def run(workload: Workload, *, repeats: int = 20, warmup: int = 2, check: bool =
         device_label=_label(device),
         timings={phase: Timing(np.asarray(values, dtype=np.int64)) for phase, values in samples.items()},
         flops=_flops(workload, shape, statistics, samples),
+        bounds=_bounds(workload, shape, statistics, samples, device),
         digests=digest.digests(results),
         same_bits=same,
         routing=statistics,
@@ -292,6 +295,30 @@ def _flops(workload: Workload, shape: MoEShape, statistics: Any, samples: dict[s
     forward = shape.forward_flops(rows, tokens)
     flops = {"forward": forward, "backward": 2 * forward, "step": 3 * forward}
     return {phase: value for phase, value in flops.items() if phase in samples}
+
+
+def _bounds(workload: Workload, shape: MoEShape, statistics: Any, samples: dict[str, list[int]], device: str) -> dict[str, Bound]:
+    """Roofline of the timed phases at the rates this device reaches now: the work of all ranks that ran, one after another."""
+    rank = workload.open_rank
+    per_rank = shape.num_experts // statistics.ep
+    mine = slice(None) if rank is None else slice(rank * per_rank, (rank + 1) * per_rank)
+    rows = statistics.padded_rows_per_rank
+    rates = measured_rates(device)
+    return {
+        phase: bound(
+            phase,
+            shape,
+            rates,
+            rows=int(rows.sum() if rank is None else rows[rank]),
+            num_local_experts=int((statistics.load_per_expert[mine] > 0).sum()),
+            tokens=int(statistics.token_counts.sum() if rank is None else statistics.token_counts[rank]),
+            remote_rows=0,
+            save_context=workload.direction == "step" and not workload.recompute,
+            precision=workload.precision,
+        )
+        for phase in ("forward", "backward", "step")
+        if phase in samples
+    }
 
 
 def _errors(report: acceptance.AcceptanceReport) -> dict[str, float]:

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mok import display
+from mok.bounds import Bound
 from mok.workload import Workload
 
 Samples = npt.NDArray[np.int64]
@@ -39,9 +40,11 @@ class Measurement:
     """Latency, digests and routing statistics of one Workload on one engine and device.
 
     timings: phase ("schedule", "forward", "backward", "step") -> Timing. flops: phase -> floating-point operations of
-    the rows really routed, padding left out (6*rows*H*I forward, twice that backward). digests: tensor -> 32 hex
-    digits. same_bits: every repeat gave the same digests. routing: `RoutingStats` of the workload. errors: tensor ->
-    relative L2 error against the float64 oracle, and acceptance: the `AcceptanceReport`, both only if checked.
+    the rows really routed, padding left out (6*rows*H*I forward, twice that backward). bounds: phase -> `Bound` at the
+    rates this device reached in the same run (padding counts as work there; no link is crossed in one process).
+    digests: tensor -> 32 hex digits. same_bits: every repeat gave the same digests. routing: `RoutingStats` of the
+    workload. errors: tensor -> relative L2 error against the float64 oracle, and acceptance: the `AcceptanceReport`,
+    both only if checked.
     """
 
     workload: Workload
@@ -49,6 +52,7 @@ class Measurement:
     device_label: str
     timings: dict[str, Timing]
     flops: dict[str, int]
+    bounds: dict[str, Bound]
     digests: dict[str, str]
     same_bits: bool
     routing: Any
@@ -61,6 +65,10 @@ class Measurement:
     def accepted(self) -> bool | None:
         """Verdict of the check against the float64 oracle; None if there was none."""
         return None if self.acceptance is None else bool(self.acceptance.ok)
+
+    def fraction_of_bound(self, phase: str) -> float:
+        """Roofline time over measured time: 1 is the best this device could do."""
+        return self.bounds[phase].fraction(self.timings[phase].median_ms * NS_PER_MS)
 
     def tflops(self, phase: str) -> float:
         """Achieved TFLOP/s of a phase."""
@@ -79,7 +87,10 @@ class Measurement:
         ]  # fmt: skip
         for phase, timing in self.timings.items():
             low, high = timing.spread_ms
-            rate = f", {self.tflops(phase):.3g} TFLOP/s" if phase in self.flops else ""
+            rate = ""
+            if phase in self.flops:
+                share = f"{self.fraction_of_bound(phase):.0%} of the {self.bounds[phase].binding} bound"
+                rate = f", {self.tflops(phase):.3g} TFLOP/s, {share}"
             rows.append((f"{phase} ms", f"{timing.median_ms:.3f} [{low:.3f}, {high:.3f}] of {len(timing.samples_ns)}{rate}"))
         rows.append(("same bits every repeat", "yes" if self.same_bits else "NO"))
         stats = self.routing
@@ -105,6 +116,8 @@ class Measurement:
             },
             "flops": dict(self.flops),
             "tflops": {phase: self.tflops(phase) for phase in self.flops},
+            "bounds": {phase: b.to_dict() for phase, b in self.bounds.items()},
+            "fraction_of_bound": {phase: self.fraction_of_bound(phase) for phase in self.bounds},
             "digests": dict(self.digests),
             "same_bits": self.same_bits,
             "routing": self.routing.to_dict(),
