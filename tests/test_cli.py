@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from mok import MoEShape, Workload, cli, routing
+from mok.cli import options
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -141,7 +142,7 @@ def test_a_failed_check_exits_1(capsys: pytest.CaptureFixture[str], monkeypatch:
     ],
 )
 def test_shapes(text: str, shape: MoEShape) -> None:
-    assert cli.parse_shape(text) == shape
+    assert options.parse_shape(text) == shape
 
 
 @pytest.mark.parametrize("content", ["", "[1]", '{"ep": 1, "epp": 2}', '{"ep": "1"}', '{"shape": "tyni"}', "\0", "x" * (2 << 20)])

@@ -161,13 +161,15 @@ def test_import_is_light() -> None:
     assert fresh(code).strip() == "[]"
 
 
-def test_every_module_stands_on_a_floor() -> None:
+def test_every_module_stands_on_a_floor_and_in_the_architecture() -> None:
     (contract,) = PROJECT["tool"]["importlinter"]["contracts"]
     named = set(re.findall(r"mok\.[\w.]+", " ".join(contract["layers"])))
-    modules = {f"mok.{path.stem}" for path in (ROOT / "mok").glob("*.py") if path.stem != "__init__"}
-    modules |= {f"mok.{path.parent.name}" for path in (ROOT / "mok").glob("*/__init__.py")} - {"mok.trace"}
-    modules |= {f"mok.trace.{path.stem}" for path in (ROOT / "mok/trace").glob("*") if path.stem[0] != "_"}
-    assert modules - named == set()
+    modules = {f"mok.{path.stem}" for path in (ROOT / "mok").glob("*.py") if path.stem[0] != "_"}
+    modules |= {f"mok.{path.parent.name}" for path in (ROOT / "mok").glob("*/__init__.py")}
+    parts = {f"mok.trace.{path.stem}" for path in (ROOT / "mok/trace").glob("*") if path.stem[0] != "_"}
+    assert (modules - {"mok.trace"} | parts) - named == set()
+    table = set(re.findall(r"`(mok\.\w+)`", (ROOT / "docs/architecture.md").read_text()))
+    assert modules - table == set()
 
 
 # Files
