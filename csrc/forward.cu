@@ -43,6 +43,9 @@ constexpr int kTraceState = kCommBarriers + kCommWarps * kCommSlots * 8;
 constexpr int kSharedBytes = kTraceState + kTraceLanes * kTraceStateBytes;
 static_assert(kCommWarps * kCommPoolBytes <= kBarriers, "the slots of communication warps lie below all barriers");
 static_assert(kSharedBytes <= 227 * 1024, "shared memory of one CTA");
+#ifdef MOK_SHARED_BYTES
+static_assert(kSharedBytes == MOK_SHARED_BYTES, "what the launch asks for");
+#endif
 
 __device__ __forceinline__ ComputeTask read_task(u32 at) {
   return ComputeTask{shared_load(at), shared_load(at + 4), shared_load(at + 8), shared_load(at + 12),

@@ -110,6 +110,7 @@ def compile_source(folder: pathlib.Path, source: str, defines: Mapping[str, int]
     log = io.StringIO()
     options = ProgramOptions(
         arch=arch,
+        name=str(folder / source),
         std=_STD,
         include_path=[str(folder / "include")],
         define_macro=[(name, str(value)) for name, value in sorted(defines.items())] or None,  # an empty list is refused
@@ -118,7 +119,7 @@ def compile_source(folder: pathlib.Path, source: str, defines: Mapping[str, int]
     )
     try:
         code = Program((folder / source).read_text(), "c++", options).compile("cubin", logs=log).code
-    except (RuntimeError, ValueError) as error:
+    except Exception as error:  # noqa: BLE001  # cuda.core's own error classes are private
         raise CompileError(
             f"{source} did not compile for {arch} with {dict(defines)} (NVRTC {nvrtc_version()}):\n{log.getvalue()}\n{error}"
         ) from None

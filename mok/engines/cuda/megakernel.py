@@ -19,14 +19,19 @@ Tensor = torch.Tensor
 
 TILE_ROWS = 128
 THREADS = 384
-SHARED_BYTES = 230192  # kSharedBytes of csrc/forward.cu; a test holds the two together
+SHARED_BYTES = 230192  # kSharedBytes of csrc/forward.cu, which checks it when compiled
 _BOX_A = (128, 64)
 _BOX_B = (1, 128, 64)
 
 
 def defines(*, combine: str, mxfp8: bool, trace: bool) -> dict[str, int]:
     """Compile-time choices of one specialisation."""
-    return {"MOK_COMBINE_COMM": int(combine == "comm"), "MOK_MXFP8": int(mxfp8), "MOK_TRACE": int(trace)}
+    return {
+        "MOK_COMBINE_COMM": int(combine == "comm"),
+        "MOK_MXFP8": int(mxfp8),
+        "MOK_TRACE": int(trace),
+        "MOK_SHARED_BYTES": SHARED_BYTES,
+    }
 
 
 @functools.cache

@@ -1,0 +1,167 @@
+"""The decoder of the in-kernel trace and its accounting, on records written by hand."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from mok.errors import InputError
+from mok.trace.metrics import kernel as metrics
+from mok.trace.model import NO_VALUE
+from mok.trace.read import kernel as reader
+
+RECORDS = 16
+BEGIN, END, VALUE = 0, 1, 2
+PRODUCER, CONSUMER, COMM = 0, 1, 2
+
+
+def event(name: str) -> int:
+    return reader.EVENTS.index(name)
+
+
+class Dump:
+    """Slices filled as the kernel does."""
+
+    def __init__(self, grid: int = 2) -> None:
+        self.grid = grid
+        self.size = reader.SLICE.itemsize + 8 * RECORDS
+        self.data = np.zeros(grid * reader.LANES_PER_CTA * self.size, np.uint8)
+
+    def lane(self, slot, role, sm, start, end, records, dropped=0):
+        head = np.zeros(1, reader.SLICE)
+        head["start_ns"], head["end_ns"], head["count"], head["role"], head["sm"] = start, end, len(records), role, sm
+        head["dropped"] = dropped
+        rows = np.zeros(len(records), reader.RECORD)
+        for i, (phase, name, mini, index, value) in enumerate(records):
+            number = name if isinstance(name, int) else event(name)
+            rows[i] = (phase | number << 2 | mini << 8 | index << 16, value)
+        raw = np.concatenate([head.view(np.uint8), rows.view(np.uint8)])
+        self.data[slot * self.size : slot * self.size + len(raw)] = raw
+        return self
+
+    def bytes(self, **more) -> bytes:
+        header = {"grid": self.grid, "records": RECORDS, "rank": 0, "launch": 0, "num_comm_sms": 1, **more}
+        return reader.pack(self.data, header)
+
+
+def typical() -> Dump:
+    """One computing SM (0.1 us exposed, 0.45 us of multiplying with 0.05 stalled, 0.1 epilogue) and one communicating."""
+    dump = Dump()
+    wait = [(BEGIN, "wait x_ready", 0, 0, 0), (END, "wait x_ready", 0, 0, 100)]
+    dump.lane(0, PRODUCER, 5, 1000, 2000, [*wait, (BEGIN, "load gate_up", 0, 3, 100), (END, "load gate_up", 0, 7, 500)])
+    for slot in (1, 2):
+        mma = [(BEGIN, "mma gate_up", 0, 3, 150), (END, "mma gate_up", 0, 7, 600), (VALUE, "stall", 0, 0, 50)]
+        dump.lane(
+            slot, CONSUMER, 5, 1000, 2000, [*mma, (BEGIN, "epilogue gate_up", 0, 3, 600), (END, "epilogue gate_up", 0, 7, 700)]
+        )
+    return dump.lane(4, COMM, 6, 1000, 1900, [(BEGIN, "dispatch", 0, 0, 0), (END, "dispatch", 0, 1, 400)])
+
+
+def test_spans_lanes_and_arguments():
+    trace = reader.read(typical().bytes(), [256, 512])
+    spans = trace.spans
+    assert [label for *_, label in trace.lanes.rows()] == [
+        "SM 005 producer",
+        "SM 005 consumer 0",
+        "SM 005 consumer 1",
+        "SM 006 comm 0",
+        "SM 005",
+        "SM 006",
+    ]
+    row = int(np.flatnonzero(spans.name.where("mma gate_up"))[0])
+    assert (spans.start_ns[row], spans.dur_ns[row]) == (1150, 450)
+    assert (spans.args["block"][row], spans.args["tile"][row], spans.args["stall_ns"][row], spans.args["expert"][row]) == (
+        3,
+        7,
+        50,
+        1,
+    )
+    row = int(np.flatnonzero(spans.name.where("wait x_ready"))[0])
+    assert (spans.args["index"][row], spans.args["block"][row], spans.category[row]) == (0, NO_VALUE, "wait")
+    assert trace.meta.diagnostics == ()
+    assert trace.meta.clock == "globaltimer"
+
+
+def test_accounting_gives_every_nanosecond_to_one_class():
+    result = metrics.account(reader.read(typical().bytes()))
+    assert sum(result.shares.values()) == pytest.approx(1)
+    assert result.shares == pytest.approx(
+        {
+            "tensor": 0.2,
+            "stall": 0.2,
+            "exposed communication": 0.05,
+            "epilogue": 0.05,
+            "communication": 0.45,
+            "other": 0,
+            "idle": 0.05,
+        }
+    )
+    assert (result.kernel_ns, result.num_sms, result.num_comm_sms, result.comm_sm_share) == (1000, 2, 1, 0.5)
+    assert result.cost_of_communication == pytest.approx(0.55)
+    assert result.by_minibatch == pytest.approx({0: 0.05})
+
+
+def test_other_flags_are_not_exposed_communication():
+    dump = typical()
+    dump.lane(0, PRODUCER, 5, 1000, 2000, [(BEGIN, "wait hidden_ready", 0, 9, 0), (END, "wait hidden_ready", 0, 9, 100)])
+    shares = metrics.account(reader.read(dump.bytes())).shares
+    assert shares["exposed communication"] == 0
+    assert shares["other"] == pytest.approx(0.05)
+
+
+def test_drops_unknown_events_and_lost_ends_are_said():
+    dump = typical()
+    dump.lane(5, COMM, 6, 1000, 1900, [(BEGIN, "combine", 0, 0, 10), (BEGIN, 60, 0, 0, 20)], dropped=7)
+    trace = reader.read(dump.bytes())
+    assert any("7 records dropped" in text for text in trace.meta.diagnostics)
+    assert any("unknown events" in text for text in trace.meta.diagnostics)
+    assert any("without a partner" in text for text in trace.meta.diagnostics)
+    assert not trace.spans.name.where("combine").any()
+    assert metrics.account(trace).coverage == 0
+
+
+def test_a_cut_off_dump_gives_what_is_whole():
+    whole = typical().bytes()
+    trace = reader.read(whole[: -4 * (reader.SLICE.itemsize + 8 * RECORDS)])
+    assert any("cut off" in text for text in trace.meta.diagnostics)
+    assert not trace.spans.name.where("dispatch").any()
+    assert trace.spans.name.where("mma gate_up").sum() == 2
+
+
+@pytest.mark.parametrize(
+    "dump, message",
+    [
+        (b"", "not an in-kernel trace"),
+        (b"MOKTRACE\x01", "cut off"),
+        (b"MOKTRACE" + np.array([9, 0], "<u4").tobytes(), "version 9"),
+        (b"MOKTRACE" + np.array([1, 4], "<u4").tobytes() + b"{{{{", "not JSON"),
+        (b"MOKTRACE" + np.array([1, 2], "<u4").tobytes() + b"{}", "lacks the integer 'grid'"),
+        (reader.pack(np.zeros(8, np.uint8), {"grid": 1, "records": 0, "rank": 0, "launch": 0, "num_comm_sms": 0}), "damaged"),
+    ],
+)
+def test_damaged_dumps_are_refused_by_name(dump, message):
+    with pytest.raises(InputError, match=message):
+        reader.read(dump)
+
+
+def test_a_dump_without_records_is_an_empty_trace():
+    trace = reader.read(Dump().bytes())
+    assert len(trace.spans) == 0
+    assert trace.meta.diagnostics == ("no lane recorded anything",)
+    with pytest.raises(InputError, match="no computing SM"):
+        metrics.account(trace)
+
+
+def test_the_header_carries_the_event_table():
+    _, header = reader.unpack(typical().bytes(device="NVIDIA H200"))
+    assert header["events"] == list(reader.EVENTS)
+    assert json.dumps(header)
+
+
+def test_overlap_efficiency():
+    assert metrics.overlap_efficiency(10, 4, 10) == 1
+    assert metrics.overlap_efficiency(14, 4, 10) == 0
+    with pytest.raises(InputError):
+        metrics.overlap_efficiency(0, 1, 1)
