@@ -56,7 +56,7 @@ def typical() -> Dump:
         dump.lane(
             slot, CONSUMER, 5, 1000, 2000, [*mma, (BEGIN, "epilogue gate_up", 0, 3, 600), (END, "epilogue gate_up", 0, 7, 700)]
         )
-    return dump.lane(4, COMM, 6, 1000, 1900, [(BEGIN, "dispatch", 0, 0, 0), (END, "dispatch", 0, 1, 400)])
+    return dump.lane(reader.LANES_PER_CTA, COMM, 6, 1000, 1900, [(BEGIN, "dispatch", 0, 0, 0), (END, "dispatch", 0, 1, 400)])
 
 
 def test_spans_lanes_and_arguments():
@@ -113,7 +113,7 @@ def test_other_flags_are_not_exposed_communication():
 
 def test_drops_unknown_events_and_lost_ends_are_said():
     dump = typical()
-    dump.lane(5, COMM, 6, 1000, 1900, [(BEGIN, "combine", 0, 0, 10), (BEGIN, 60, 0, 0, 20)], dropped=7)
+    dump.lane(reader.LANES_PER_CTA + 1, COMM, 6, 1000, 1900, [(BEGIN, "combine", 0, 0, 10), (BEGIN, 60, 0, 0, 20)], dropped=7)
     trace = reader.read(dump.bytes())
     assert any("7 records dropped" in text for text in trace.meta.diagnostics)
     assert any("unknown events" in text for text in trace.meta.diagnostics)
@@ -124,7 +124,7 @@ def test_drops_unknown_events_and_lost_ends_are_said():
 
 def test_a_cut_off_dump_gives_what_is_whole():
     whole = typical().bytes()
-    trace = reader.read(whole[: -4 * (reader.SLICE.itemsize + 8 * RECORDS)])
+    trace = reader.read(whole[: -reader.LANES_PER_CTA * (reader.SLICE.itemsize + 8 * RECORDS)])
     assert any("cut off" in text for text in trace.meta.diagnostics)
     assert not trace.spans.name.where("dispatch").any()
     assert trace.spans.name.where("mma gate_up").sum() == 2

@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import importlib
 import importlib.util
 from collections.abc import Iterator
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 from mok.errors import CapabilityError, unknown_name
 from mok.workload import ENGINES
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _MODULES = {"torch": "mok.engines.torch_engine", "cuda": "mok.engines.cuda"}
 _active: contextvars.ContextVar[str] = contextvars.ContextVar("mok_engine", default="auto")
@@ -36,17 +41,52 @@ def resolve(name: str, device_type: str) -> str:
     if name not in ENGINES:
         raise unknown_name("engine", name, ENGINES)
     if name == "auto":
-        return "torch"
+        return "cuda" if device_type == "cuda" and missing_for_cuda() is None else "torch"
     if name == "torch":
         return "torch"
     if name == "cuda":
+        reason = missing_for_cuda()
+        if reason is None:
+            return "cuda"
         raise CapabilityError(
-            "engine 'cuda' is not part of this version: the Hopper kernels are not built yet. "
-            "Use engine='torch', which runs the same step on any device."
+            f"engine 'cuda' cannot run here: {reason}. It needs an SM90 GPU (H100, H200) and NVRTC; "
+            "engine='torch' runs the same step on any device."
         )
     raise CapabilityError(
         "engine 'upstream' is not part of this version. Use engine='torch', which runs the same step on any device."
     )
+
+
+@functools.cache
+def missing_for_cuda() -> str | None:
+    """What keeps the CUDA engine from running on this machine's first GPU, None if nothing does."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return "no CUDA GPU was found"
+    major, minor = torch.cuda.get_device_capability()
+    if (major, minor) != (9, 0):
+        return f"found {torch.cuda.get_device_name()} (SM{major}{minor})"
+    build = importlib.import_module("mok.engines.cuda.build")
+    try:
+        build.nvrtc_version()
+    except CapabilityError as error:
+        return str(error)
+    return None
+
+
+@contextlib.contextmanager
+def faults_to(record: Tensor, device_type: str) -> Iterator[bool]:
+    """Let kernels launched inside the block store their faults in `record` (pinned i64 [8]) themselves.
+
+    Yields whether they do: the reference engine returns its record instead, and the caller stores it.
+    """
+    if device_type != "cuda" or resolve(_active.get(), device_type) != "cuda":
+        yield False
+        return
+    options = importlib.import_module("mok.engines.cuda.options")
+    with options.faults_to(record):
+        yield True
 
 
 def active(device_type: str) -> ModuleType:

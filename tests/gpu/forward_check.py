@@ -29,6 +29,9 @@ CASES = {
 }
 
 
+_DEFINES = megakernel.defines
+
+
 class Case:
     """Tensors of one closed slice, and the same tokens split over virtual ranks."""
 
@@ -71,10 +74,11 @@ class Case:
         return counts, starts, peers, combine, schedules, capacity
 
 
-def run(case, ep=1, *, prepared=None, num_comm_sms=8, minibatch=2048, ring=None, combine="comm", save=True, limit=None):
+def run(case, ep=1, *, prepared=None, num_comm_sms=8, minibatch=2048, ring=None, combine="comm", save=True, limit=None, extra=""):
     counts, starts, peers, homes, schedules, capacity = prepared or case.ranks(ep)
     local = case.experts // ep
     outs, kept = [], []
+    megakernel.defines = lambda **k: {**_DEFINES(**k), **{name: int(v) for name, v in (d.split("=") for d in extra.split())}}
     for r in range(ep):
         mine = slice(r * local, (r + 1) * local)
         kept.append(megakernel.launch(
@@ -216,12 +220,14 @@ def main():
     parser.add_argument("--mini", default="2048")
     parser.add_argument("--combine", default="comm,epilogue")
     parser.add_argument("--save", default="1")
+    parser.add_argument("--extra", default="", help="variants of extra -D options, separated by commas: X=1 Y=2,X=0")
     a = parser.parse_args()
     if a.what == "correct":
         return correct()
+    knobs = (a.comm.split(","), a.mini.split(","), a.combine.split(","), a.save.split(","), a.extra.split(","))
     variants = [
-        dict(num_comm_sms=int(c), minibatch=int(m), combine=r, save=bool(int(s)))
-        for c, m, r, s in itertools.product(a.comm.split(","), a.mini.split(","), a.combine.split(","), a.save.split(","))
+        {"num_comm_sms": int(c), "minibatch": int(m), "combine": r, "save": bool(int(s)), "extra": x}
+        for c, m, r, s, x in itertools.product(*knobs)
     ]
     (timed if a.what == "time" else traced)(a.cases or list(CASES), variants)
     return 0

@@ -1,9 +1,9 @@
-// Rows on the move: a communication CTA's four warps each take units of 32 rows and pipeline them through shared
+// Rows on the move: each of a communication CTA's eight warps takes units of 32 rows and pipelines them through shared
 // memory with bulk copies, loads and stores both in flight.
 //
 // A unit's rows belong to the warp's lanes: lane l knows the address of row l. The copy itself is issued by lane 0,
-// piece by piece, through a ring of slots; 4 warps x up to 16 slots keep far more than 128 KB in flight per SM, which
-// is what a pull over NVLink or from HBM needs (one round trip is about a microsecond).
+// piece by piece, through a ring of slots. An SM stores at most 32 bytes per clock, about 49 GB/s of rows moved; four
+// warps reach that with rows of 14 KB, rows of 4 KB need eight (docs/kernel-log.md).
 #pragma once
 
 #include "mok/env_sm90.cuh"
@@ -12,10 +12,10 @@
 
 namespace mok {
 
-constexpr int kCommWarps = 4;
+constexpr int kCommWarps = 8;
 constexpr int kCommSlots = 16;
-constexpr int kCommPoolBytes = 56 * 1024;  // per warp
-constexpr int kStoresBehind = 3;           // stores that may still read their slot when the next load is issued
+constexpr int kCommPoolBytes = 28 * 1024;  // per warp: at least three slots of 8 KB
+constexpr int kStoresBehind = 1;           // stores that may still read their slot when the next load is issued
 
 // 8 values of this lane, whose block of 32 it shares with the three other lanes of its quad.
 __device__ __forceinline__ Vec16 fake_block(Vec16 v) {

@@ -41,14 +41,15 @@ struct WarpPatch {
 };
 
 // Stores the patch to rows of a matrix: `out` points at element (first row, first column), `stride` in elements.
-// Rows from `rows` on and columns from `cols` on are not written.
+// Rows from `rows` on and columns from `cols` on are not written. kStream: the L2 need not keep these lines.
+template <bool kStream>
 __device__ __forceinline__ void store_patch(const WarpPatch& patch, u16* out, long long stride, int rows, int cols, int lane) {
   int column = (lane & 15) * 8;
 #pragma unroll 2
   for (int i = 0; i < 8; ++i) {
     int row = WarpPatch::row(i, lane);
     Vec16 v = patch.get(i, lane);
-    if (row < rows && column < cols) global_store_16(out + row * stride + column, v);
+    if (row < rows && column < cols) global_store_16<kStream>(out + row * stride + column, v);
   }
 }
 

@@ -20,7 +20,7 @@ enum TracePhase : int { kBegin = 0, kEnd = 1, kValue = 2 };
 enum TraceRole : int { kProducerLane = 0, kConsumerLane = 1, kCommLane = 2 };
 
 constexpr int kTraceStateBytes = 32;
-constexpr int kTraceLanes = 4;  // slices per CTA: producer and two consumers, or four communication warps
+constexpr int kTraceLanes = 8;  // slices per CTA: producer and two consumers, or eight communication warps
 
 #if MOK_TRACE
 

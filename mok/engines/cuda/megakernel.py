@@ -19,7 +19,8 @@ Tensor = torch.Tensor
 
 TILE_ROWS = 128
 THREADS = 384
-SHARED_BYTES = 230192  # kSharedBytes of csrc/forward.cu, which checks it when compiled
+_TRACE_LANES = 8
+SHARED_BYTES = 230832  # kSharedBytes of csrc/forward.cu, which checks it when compiled
 _BOX_A = (128, 64)
 _BOX_B = (1, 128, 64)
 
@@ -168,7 +169,7 @@ def launch(
 
 
 def _trace_buffer(sink: options.TraceSink, grid: int, num_comm_sms: int, rank: int, tokens_per_expert: Tensor) -> int:
-    """Address of a fresh, zeroed buffer for one launch: 4 slices per CTA of a 64-byte header and 8-byte records."""
-    data = torch.zeros(grid * 4 * (64 + 8 * sink.records), dtype=torch.uint8, device=tokens_per_expert.device)
+    """Address of a fresh, zeroed buffer for one launch: 8 slices per CTA of a 64-byte header and 8-byte records."""
+    data = torch.zeros(grid * _TRACE_LANES * (64 + 8 * sink.records), dtype=torch.uint8, device=tokens_per_expert.device)
     sink.buffers.append(options.TraceBuffer(data, sink.records, grid, num_comm_sms, rank, len(sink.buffers), tokens_per_expert))
     return data.data_ptr()

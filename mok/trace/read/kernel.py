@@ -19,7 +19,7 @@ from mok.trace.model import NO_VALUE, Counters, Lanes, Spans, Strings, Trace, Tr
 
 MAGIC = b"MOKTRACE"
 VERSION = 1
-LANES_PER_CTA = 4
+LANES_PER_CTA = 8
 SLICE = np.dtype(
     [
         *((name, "<u8") for name in ("start_ns", "start_clock", "end_ns", "end_clock")),
