@@ -315,14 +315,6 @@ MACHINES: dict[str, Machine] = {
 }
 
 
-def for_device(name: str) -> Machine | None:
-    """The machine a CUDA device of this name (as torch reports it) belongs to; None when the table has none."""
-    for part, machine in (("GB300", "gb300-nvl72"), ("GB200", "gb200-nvl72"), ("B200", "hgx-b200"), ("H200", "h200")):
-        if part in name.upper().replace("-", " ").split():
-            return MACHINES[machine]
-    return None
-
-
 def table() -> list[tuple[str, dict[str, float], dict[str, Fact]]]:
     """(machine name, numbers, facts) rows for documents and views; every number has a fact."""
     names = ("num_sms", "domain", *_NUMBERS)
