@@ -21,10 +21,11 @@ from mok.errors import require
 from mok.plan import WGRADS, Kind
 from mok.routing import generate
 from mok.shapes import MoEShape
+from mok.simulate import simulate
 from mok.simulate.costs import Traffic, costs
 from mok.simulate.engine import run
 from mok.simulate.machines import MACHINES, Machine, table
-from mok.workload import RoutingSpec
+from mok.workload import RoutingSpec, Workload
 
 I64 = npt.NDArray[np.int64]
 
@@ -52,6 +53,11 @@ BACKWARD_MS = dict(
 )
 # Rows of 8 KB copied inside HBM by some SMs, one thread each with 32 KB in flight: SMs -> GB/s.
 COPY_GBPS = {4: 127, 8: 253, 16: 504, 24: 746, 32: 962, 64: 1523, 132: 1946}
+
+
+# What another implementation (unfused gate, up and SwiGLU) reports on B300 GPUs, EP 8, 512 experts of 4096 x 1024, top-10,
+# one shared, 24 communication SMs: (tokens per rank, precision) -> forward ms. A sense of scale, not a calibration.
+REPORTED_MS = {(102400, "bf16"): 35.65, (20480, "mxfp8"): 6.26}
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +95,17 @@ def compare(machine: Machine | None = None) -> list[Row]:
             rows.append(Row(name, case, "ms", measured, model, (name, case) == ("dgrad down", "dsv3-ep8-t8192")))
     for sms, measured in COPY_GBPS.items():
         rows.append(Row("row copies", f"{sms} SMs", "GB/s", measured, copy_gbps(machine, sms), True))
+    return rows
+
+
+def reported() -> list[Row]:
+    """Forward of `REPORTED_MS` beside this model's own kernel on a GB300."""
+    rows = []
+    for (tokens, precision), measured in REPORTED_MS.items():
+        config = MoKConfig(fwd_num_comm_sms=24)
+        job = Workload(MoEShape(4096, 1024, 512, 10, True), tokens, 8, precision=precision, direction="forward", config=config)
+        model = simulate(job, "gb300-nvl72").phases["forward"] / _MS
+        rows.append(Row("forward", f"T = {tokens}, {precision}", "ms", measured, model, False))
     return rows
 
 
@@ -165,7 +182,11 @@ def machines_markdown() -> str:
 
 def rewrite(text: str) -> str:
     """`text` with the blocks between `<!-- name -->` and `<!-- /name -->` regenerated. Raises InputError if one is missing."""
-    for name, body in (("machines", machines_markdown()), ("calibration", calibration_markdown(compare()))):
+    for name, body in (
+        ("machines", machines_markdown()),
+        ("calibration", calibration_markdown(compare())),
+        ("reported", calibration_markdown(reported())),
+    ):
         begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
         require(begin in text and end in text, f"the document lacks the markers {begin} and {end}.")
         head, rest = text.split(begin, 1)
