@@ -274,39 +274,6 @@ struct Consumer {
     }
   }
 
-  // Before the first tile: all SMs fetch the first minibatch, whose arrival nothing else hides. Eight warps share a
-  // unit of 32 rows. Draws only tickets of that minibatch, which wait for nothing.
-  __device__ __forceinline__ void assist() {
-    if (p.mode != kEverything || p.shared_rows > 0 || problem.num_rows <= 0) return;
-    int limit = problem.mini_rows(problem.num_macros() - 1, 0) / kUnitRows;
-    CommWalker walker(&problem);
-    int thread = group * 128 + warp * 32 + lane;
-    for (;;) {
-      if (thread == 0) {
-        int* next = p.sync + kCommTicket;
-        int ticket = load_relaxed(next);
-        while (ticket < limit) {
-          int seen = atomicCAS(next, ticket, ticket + 1);
-          if (seen == ticket) break;
-          ticket = seen;
-        }
-        cluster_store(peer_address(smem + kRole + 4, cta), ticket);
-      }
-      named_barrier(3, 256);
-      int ticket = shared_load(smem + kRole + 4);
-      if (ticket >= limit) return;
-      CommUnit unit = walker.seek(ticket);
-      if (thread == 0) env.trace->begin(kDispatchUnit, problem.mini_index(unit.macro, unit.mini), unit.row / kBlockRows);
-      for (int i = 0; i < 4; ++i) fetch_row<MOK_MXFP8>(p, unit.row + (thread >> 5) * 4 + i, unit.macro, lane);
-      fence_async_global();
-      named_barrier(3, 256);
-      if (thread == 0) {
-        publish_unit(env, problem, flags, unit);
-        env.trace->end(kDispatchUnit, problem.mini_index(unit.macro, unit.mini), unit.row % kBlockRows / kUnitRows);
-      }
-    }
-  }
-
   __device__ __forceinline__ void run() {
     RingPlace<kQueue> q;
     for (;;) {
@@ -422,6 +389,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(mok::kThr
       trace.open(p.trace, p.trace_records, warp, kCommLane, smem + kTraceState);
     }
     __syncwarp();
+    fetch_first<MOK_MXFP8>(p, problem, flags, env, smem + kRole + 4, thread);
     comm_warp<MOK_MXFP8>(p, problem, flags, env, smem + warp * kCommPoolBytes, smem + kCommBarriers + warp * kCommSlots * 8, lane);
     trace.close();
     return;
@@ -444,7 +412,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(mok::kThr
     int group = (warp - 4) / 4;
     if (warp % 4 == 0 && lane == 0) trace.open(p.trace, p.trace_records, 1 + group, kConsumerLane, smem + kTraceState);
     Consumer consumer{p, problem, flags, env, smem, cta, group, warp % 4, lane, RingPlace<kStages>{}};
-    consumer.assist();
+    fetch_first<MOK_MXFP8>(p, problem, flags, env, smem + kRole + 4, thread - 128);
     consumer.run();
     trace.close();
   }

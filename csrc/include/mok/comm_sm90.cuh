@@ -165,6 +165,41 @@ __device__ __forceinline__ void fetch_row(const ForwardParams& p, int row, int m
   }
 }
 
+// The first minibatch, whose arrival nothing else hides (unless there is a shared expert), is fetched by every SM: eight
+// warps of a CTA share a unit of 32 rows. Only tickets of that minibatch are drawn, and they wait for nothing.
+template <bool kFake>
+__device__ __forceinline__ void fetch_first(const ForwardParams& p, const Problem& problem, const Flags& flags, DeviceEnv& env,
+                                            u32 shared, int thread) {
+  if (p.mode != kEverything || p.shared_rows > 0 || problem.num_rows <= 0) return;
+  int limit = problem.mini_rows(problem.num_macros() - 1, 0) / kUnitRows;
+  CommWalker walker(&problem);
+  for (;;) {
+    if (thread == 0) {
+      int* next = p.sync + kCommTicket;
+      int ticket = load_relaxed(next);
+      while (ticket < limit) {
+        int seen = atomicCAS(next, ticket, ticket + 1);
+        if (seen == ticket) break;
+        ticket = seen;
+      }
+      shared_store(shared, ticket);
+    }
+    named_barrier(3, 256);
+    int ticket = shared_load(shared);
+    if (ticket >= limit) return;
+    CommUnit unit = walker.seek(ticket);
+    int mini = problem.mini_index(unit.macro, unit.mini);
+    if (thread == 0) env.trace->begin(kDispatchUnit, mini, unit.row / kBlockRows);
+    for (int i = 0; i < 4; ++i) fetch_row<kFake>(p, unit.row + (thread >> 5) * 4 + i, unit.macro, thread & 31);
+    fence_async_global();
+    named_barrier(3, 256);
+    if (thread == 0) {
+      publish_unit(env, problem, flags, unit);
+      env.trace->end(kDispatchUnit, mini, unit.row % kBlockRows / kUnitRows);
+    }
+  }
+}
+
 // One warp of a communication CTA: draws units until there are none.
 template <bool kFake>
 __device__ __forceinline__ void comm_warp(const ForwardParams& p, const Problem& problem, const Flags& flags, DeviceEnv& env,

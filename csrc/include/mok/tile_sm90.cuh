@@ -84,6 +84,9 @@ __device__ __forceinline__ void cluster_sync() {
 __device__ __forceinline__ void cluster_store(u32 address, int value) {
   asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }
+__device__ __forceinline__ void shared_store(u32 address, int value) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+}
 __device__ __forceinline__ int shared_load(u32 address) {
   int v;
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
