@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mok import engines, functional
+from mok.config import MoKConfig
 from mok.engines import cuda, torch_engine
 from mok.engines.cuda import build, driver, megakernel, options
 from mok.errors import CapabilityError, InputError
+from mok.groups import VirtualGroup
 
 try:
     build.nvrtc_version()
@@ -176,3 +179,23 @@ def test_schedule_quantiser_and_meetings_launch(recorder):
         cuda.schedule(topk, E // 2, 1000, 1)
     with pytest.raises(InputError, match="multiples of 128"):
         cuda.mxfp8_quantize(torch.zeros(64, 128, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("save", [True, False])
+def test_the_functional_step_runs_through_the_operators(recorder, monkeypatch, shared, save):
+    # operators refuse results that alias each other; only real calls show it
+    monkeypatch.setattr(engines, "missing_for_cuda", lambda: None)
+    monkeypatch.setattr(engines, "active", lambda device_type: cuda)
+    monkeypatch.setattr(cuda, "schedule", torch_engine.schedule)  # a recorded launch leaves its tables unwritten
+    given = arguments(shared=shared)
+    config = MoKConfig(minibatch_size=256, macrobatch_size=512, fwd_num_comm_sms=8)
+    space = functional.create_workspace(config, VirtualGroup(2), device="cpu", num_local_tokens=T, hidden_size=H, topk=K)
+    top, weights = torch.randint(0, E, (T, K)), torch.rand(T, K)
+    schedule = functional.build_schedule(space, config, top, num_local_experts=E)
+    experts = given["shared"] or (None, None, None)
+    x = given["x_peers"][0]
+    out, context = functional.forward(config, space, schedule, x, weights, *experts, *given["routed"], save_context=save)
+    assert out.shape == (T, H)
+    assert (context is not None) == save
+    assert [name for name, *_ in recorder.launches].count("mok_forward") == 2

@@ -96,21 +96,20 @@ def launch(
     def empty(*size: int) -> Tensor:
         return torch.empty(size, dtype=torch.bfloat16, device=device)
 
-    nothing = empty(0)
     tokens = num_shared_tokens if shared is not None else 0
     keep_mx = mxfp8 and save_context
     buffers = {
         "x_shared": x[:tokens],
         "x_ring": empty(ring_rows, hidden),
-        "x_saved": empty(ring_rows, hidden) if keep_mx else nothing,
+        "x_saved": empty(ring_rows, hidden) if keep_mx else empty(0),
         "hidden_ring": empty(ring_rows, intermediate),
-        "y_ring": empty(ring_rows, hidden) if combine == "comm" else nothing,
-        "gate": empty(ring_rows, intermediate) if save_context else nothing,
-        "up": empty(ring_rows, intermediate) if save_context else nothing,
-        "gate_shared": empty(tokens, intermediate) if save_context and shared is not None else nothing,
-        "up_shared": empty(tokens, intermediate) if save_context and shared is not None else nothing,
-        "hidden_shared": empty(tokens, intermediate) if shared is not None else nothing,
-        "y_shared": empty(tokens, hidden) if shared is not None else nothing,
+        "y_ring": empty(ring_rows, hidden) if combine == "comm" else empty(0),
+        "gate": empty(ring_rows, intermediate) if save_context else empty(0),
+        "up": empty(ring_rows, intermediate) if save_context else empty(0),
+        "gate_shared": empty(tokens, intermediate) if save_context and shared is not None else empty(0),
+        "up_shared": empty(tokens, intermediate) if save_context and shared is not None else empty(0),
+        "hidden_shared": empty(tokens, intermediate) if shared is not None else empty(0),
+        "y_shared": empty(tokens, hidden) if shared is not None else empty(0),
     }
     operands = {"gate": gate, "up": up, "down": down}
     if shared is not None:
@@ -158,7 +157,7 @@ def launch(
         )
     kernel.launch(grid, THREADS, p)
     return {
-        "x_routed": buffers["x_ring"] if save_context else nothing,
+        "x_routed": buffers["x_ring"] if save_context else empty(0),
         "x_saved": buffers["x_saved"],
         "gate_routed": buffers["gate"],
         "up_routed": buffers["up"],
