@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from mok import functional, ops, validate
+from mok import engines, functional, ops, validate
 from mok.config import MoKConfig
 from mok.errors import WorkspaceError, require, unknown_name
 from mok.groups import VirtualGroup, ranks_of
@@ -77,16 +77,25 @@ class _Experts(torch.autograd.Function):
             ctx.num_inputs = 2 + len(weights)
             ctx.save_for_backward(x, router_weights, *weights, *saved)
             ctx.used = False
+            if not torch.compiler.is_compiling():
+                ctx.engine = engines.chosen()
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.compiler.is_compiling():
+            return _Experts.gradients(ctx, d_out)
+        if ctx.used and not ctx.settings.recompute:
+            raise WorkspaceError("backward ran twice on one forward of a MoELayer; run forward again, or use recompute=True.")
+        ctx.used = True
+        with engines.use(ctx.engine):
+            return _Experts.gradients(ctx, d_out)
+
+    @staticmethod
+    def gradients(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of forward's inputs, from what it saved."""
         s = ctx.settings
-        if not torch.compiler.is_compiling():
-            if ctx.used and not s.recompute:
-                raise WorkspaceError("backward ran twice on one forward of a MoELayer; run forward again, or use recompute=True.")
-            ctx.used = True
         x, router_weights, *rest = ctx.saved_tensors
         weights, saved = rest[: ctx.num_inputs - 2], rest[ctx.num_inputs - 2 :]
         sg, su, sd, rg, ru, rd, gate = weights

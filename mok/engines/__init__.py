@@ -89,6 +89,11 @@ def faults_to(record: Tensor, device_type: str) -> Iterator[bool]:
         yield True
 
 
+def chosen() -> str:
+    """The name `use` set here: autograd runs backward on threads of its own, which must be told."""
+    return _active.get()
+
+
 def active(device_type: str) -> ModuleType:
     """The module of the active engine for tensors on `device_type`."""
     return importlib.import_module(_MODULES[resolve(_active.get(), device_type)])
