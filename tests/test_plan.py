@@ -55,10 +55,14 @@ def grid(plan: Plan, kind: Kind, rows: int, columns: int, row_step: int, column_
     found = np.zeros((-(-rows // row_step), -(-columns // column_step)), int)
     mine = plan.kind == kind
     first, last = plan.row_begin[mine] // row_step, (plan.row_end[mine] - 1) // row_step
-    column = plan.col_begin[mine] // column_step
-    assert (plan.col_end[mine] == np.minimum(plan.col_begin[mine] + column_step, columns)).all()
+    column, last_column = plan.col_begin[mine] // column_step, (plan.col_end[mine] - 1) // column_step
+    assert (plan.col_begin[mine] % column_step == 0).all()
+    assert ((plan.col_end[mine] % column_step == 0) | (plan.col_end[mine] == columns)).all()
+    pair, wide = last > first, last_column > column
+    assert not (pair & wide).any(), "a cluster takes two row blocks or two column tiles"
     np.add.at(found, (first, column), 1)
-    np.add.at(found, (last[last > first], column[last > first]), 1)
+    np.add.at(found, (last[pair], column[pair]), 1)
+    np.add.at(found, (first[wide], last_column[wide]), 1)
     return found
 
 

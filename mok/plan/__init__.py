@@ -4,9 +4,11 @@ The kernels take compute tasks and communication units in order, each role by ti
 the schedule. Simulator, views and tests read this table, and the C++ task decode is compared with it task by task.
 
 A *segment* is the rows of one expert inside one minibatch (for weight gradients: inside one macrobatch). A compute task
-is what a cluster of two CTAs takes with one ticket: up to two adjacent 128-row blocks of one segment (the pair shares
-the weight tile by multicast) times one column tile. Inside a segment the column tile is the outer loop, so that a
-weight tile stays in L2 while the row pairs pass. A communication unit is 32 rows times the full hidden size.
+is what a cluster of two CTAs takes with one ticket: two adjacent 128-row blocks of one segment times one column tile
+(the pair shares the weight tile by multicast), or the segment's odd last row block times two column tiles. Inside a
+segment pairs come first, with the column tile as the outer loop, so that a weight tile stays in L2 while the pairs
+pass. A weight gradient's tasks are pairs of output row blocks only. A communication unit is 32 rows times the full
+hidden size.
 
 Forward: shared expert first (it needs no dispatched row); macrobatches last to first; minibatches ascending, software
 pipelined as GATE_UP(0), then GATE_UP(i), DOWN(i-1) for i = 1, 2, ..., and the last DOWN. Backward: shared expert;

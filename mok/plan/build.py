@@ -243,16 +243,20 @@ class _Builder:
         minor = np.concatenate([empty, *(block[1] for block in self.blocks)])
         sort = np.lexsort((minor, major))
         table = {name: np.concatenate([empty, *(block[2][name] for block in self.blocks)])[sort] for name in _FIELDS}
-        pairs = -(-(table["end"] - table["begin"]) // (2 * ROWS))
-        count = pairs * -(-table["size"] // table["width"])
+        blocks, tiles = -(-(table["end"] - table["begin"]) // ROWS), -(-table["size"] // table["width"])
+        split = ~np.isin(table["kind"], (*WGRADS, *SHARED_WGRADS))  # an odd last row block is split by columns
+        pairs = np.where(split, blocks // 2, -(-blocks // 2))
+        count = pairs * tiles + np.where(split, blocks % 2 * -(-tiles // 2), 0)
         block = np.repeat(np.arange(len(count)), count)
         local = np.arange(len(block)) - np.repeat(count.cumsum() - count, count)
-        column, pair = np.divmod(local, pairs[block])
+        column, pair = np.divmod(local, np.maximum(pairs, 1)[block])
+        single = local >= (pairs * tiles)[block]
+        column = np.where(single, 2 * (local - (pairs * tiles)[block]), column)
         task = {name: table[name][block] for name in _FIELDS if name not in ("begin", "end", "width", "size")}
-        task["row_begin"] = table["begin"][block] + pair * 2 * ROWS
+        task["row_begin"] = table["begin"][block] + np.where(single, pairs[block], pair) * 2 * ROWS
         task["row_end"] = np.minimum(task["row_begin"] + 2 * ROWS, table["end"][block])
         task["col_begin"] = column * table["width"][block]
-        task["col_end"] = np.minimum(task["col_begin"] + table["width"][block], table["size"][block])
+        task["col_end"] = np.minimum(task["col_begin"] + table["width"][block] * (1 + single), table["size"][block])
         return task
 
     def comm_columns(self) -> dict[str, I64]:

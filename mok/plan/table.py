@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -58,6 +59,13 @@ SHARED_WGRADS = (Kind.WGRAD_DOWN_SHARED, Kind.WGRAD_GATE_SHARED, Kind.WGRAD_UP_S
 ROW_FLAGS = ("x_ready", "dy_ready")  # raised by arriving rows: waiting for one of these is exposed communication
 
 
+def num_tiles(kind: npt.NDArray[Any], col_begin: npt.NDArray[Any], col_end: npt.NDArray[Any]) -> I64:
+    """Column tiles of compute tasks, int64."""
+    narrow = np.isin(kind, (Kind.GATE_UP, Kind.GATE_UP_SHARED, Kind.DGRAD_DOWN, Kind.DGRAD_DOWN_SHARED))
+    tiles: I64 = -(-(col_end - col_begin).astype(np.int64) // np.where(narrow, HIDDEN_TILE, MODEL_TILE))
+    return tiles
+
+
 @dataclass(frozen=True, slots=True)
 class FlagTable:
     """One array of counters in the kernel: flags [first, first + count) of `Plan.flag_need`."""
@@ -78,7 +86,7 @@ class Plan:
     the shared expert).
     Waits and signals are CSR: task t waits for `wait_flag[wait_ptr[t]:wait_ptr[t+1]]` to reach `wait_need`, in that
     order, before it starts, and when it ends adds `signal_amount` to `signal_flag`. All waiters of a flag need the
-    same count, `flag_need`. An odd last row block makes a task of 128 rows, whose second CTA is idle.
+    same count, `flag_need`. An odd last row block makes tasks of 128 rows and up to two column tiles, one per CTA.
     """
 
     direction: str
@@ -129,6 +137,12 @@ class Plan:
         size = (self.row_end - self.row_begin).astype(np.int64) * (self.col_end - self.col_begin)
         double = np.isin(self.kind, (Kind.GATE_UP, Kind.GATE_UP_SHARED)).astype(np.int64) + 1
         return np.where(self.role == Role.COMPUTE, 2 * size * (self.k_end - self.k_begin) * double, 0)
+
+    def num_ctas(self) -> I64:
+        """CTAs of the cluster that a compute task gives work, int64: 2, or 1 for half a task (communication 1)."""
+        both = (self.row_end - self.row_begin > ROWS) | (num_tiles(self.kind, self.col_begin, self.col_end) > 1)
+        ctas: I64 = 1 + (both & (self.role == Role.COMPUTE)).astype(np.int64)
+        return ctas
 
     def flag_name(self, flag: int) -> str:
         """`table[index]` of a flag id."""

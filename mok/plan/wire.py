@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mok.config import MoKConfig
-from mok.plan.table import HIDDEN_TILE, I32, I64, MODEL_TILE, ROWS, WGRADS, FlagTable, Kind
+from mok.plan.table import HIDDEN_TILE, I32, I64, MODEL_TILE, ROWS, WGRADS, FlagTable, Kind, num_tiles
 from mok.shapes import MoEShape
 
 _WAITS, _SIGNALS = 5, 3  # the most flags one task waits for (a replayed DGRAD_DOWN) and raises (DGRAD_DOWN)
@@ -80,7 +80,10 @@ class _Kind:
         self.slots, self.which, self.next_wait, self.next_signal = slots, which, 0, 0
         begin, end = slots.columns["row_begin"][which], slots.columns["row_end"][which]
         self.first = begin // ROWS
-        self.second = np.where(end - begin > ROWS, self.first + 1, -1)  # the second CTA's row block
+        self.second = np.where(end - begin > ROWS, self.first + 1, -1)  # the second row block of a pair
+        # output tiles: of both row blocks, or the column tiles of an odd one
+        kind, columns = slots.columns["kind"][which], (slots.columns["col_begin"][which], slots.columns["col_end"][which])
+        self.tiles = np.where(self.second >= 0, 2, num_tiles(kind, *columns))
 
     def column(self, name: str) -> I64:
         """A column of these tasks."""
@@ -105,8 +108,8 @@ class _Kind:
         self.next_signal += 1
 
     def signal_blocks(self, base: int) -> None:
-        """Add one to the flags of both row blocks."""
-        self.signal(base, self.first)
+        """Add one per output tile to the flags of its row block."""
+        self.signal(base, self.first, np.where(self.second >= 0, 1, self.tiles))
         self.signal(base, self.second)
 
 
@@ -186,7 +189,7 @@ def _backward(cut: Cut, flags: Flags, tasks: _Slots, units: _Slots) -> None:
     down.wait(hidden_ready, down.second, replayed)
     down.wait_blocks(dx_ready, shift=earlier)  # the old rows of d_gate and d_up have been read
     down.signal_blocks(d_hidden_ready)
-    down.signal(wgrad_ready, down.column("segment"), np.where(down.second >= 0, 2, 1))
+    down.signal(wgrad_ready, down.column("segment"), down.tiles)
     gate_up = tasks.of(Kind.DGRAD_GATE_UP)
     gate_up.wait_blocks(d_hidden_ready)
     gate_up.signal_blocks(dx_ready)
@@ -201,7 +204,7 @@ def _backward(cut: Cut, flags: Flags, tasks: _Slots, units: _Slots) -> None:
 
     shared_down = tasks.of(Kind.DGRAD_DOWN_SHARED)
     shared_down.signal_blocks(shared_hidden)
-    shared_down.signal(shared_wgrad, np.zeros_like(shared_down.first), np.where(shared_down.second >= 0, 2, 1))
+    shared_down.signal(shared_wgrad, np.zeros_like(shared_down.first), shared_down.tiles)
     tasks.of(Kind.DGRAD_GATE_UP_SHARED).wait_blocks(shared_hidden)
     shared = tasks.of(Kind.WGRAD_DOWN_SHARED, Kind.WGRAD_GATE_SHARED, Kind.WGRAD_UP_SHARED)
     shared.wait(shared_wgrad, np.full(len(shared.which), 0 if shared_blocks else -1))

@@ -130,7 +130,7 @@ def _compute(
     reread = np.where(dgrad_down, 2 * rows * columns * BF16_BYTES, 0.0)  # gate and up, for the SwiGLU backward
     moved[:, _HBM] = left / again + right / pairs + output + reread
     moved[:, _L2] = left + right
-    both = np.where(rows > ROWS, 2.0, 1.0)  # CTAs that share the epilogue's work
+    both = plan.num_ctas()[part].astype(np.float64)  # CTAs that share the epilogue's work
     fixed = machine.tile_ns + (output + reread) / both / machine.epilogue_gbps
     if plan.config.combine == "epilogue":
         leaving = np.isin(kind, (Kind.DOWN, Kind.DGRAD_GATE_UP))

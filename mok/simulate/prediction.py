@@ -11,7 +11,7 @@ import numpy as np
 from mok import display
 from mok.bounds import Bound
 from mok.errors import unknown_name
-from mok.plan import ROWS, Kind, Plan
+from mok.plan import Kind, Plan
 from mok.simulate.costs import Costs
 from mok.simulate.engine import RESOURCES, Events
 from mok.simulate.timeline import CATEGORIES, wait_categories
@@ -197,12 +197,12 @@ class Prediction:
 def account(
     plan: Plan, costs: Costs, events: Events, *, begin_ns: float, time_ns: float, num_sms: int, bound: Bound
 ) -> KernelPrediction:
-    """Add up one kernel's events. An SM of a cluster whose second CTA has no row block counts as idle meanwhile."""
+    """Add up one kernel's events. An SM of a cluster whose second CTA has no tile counts as idle meanwhile."""
     ran = events.worker >= 0
     compute = ran & (np.arange(len(plan)) < plan.num_compute)
     comm = ran & ~compute
     busy = events.end_ns - events.start_ns
-    ctas = np.where(plan.row_end - plan.row_begin > ROWS, 2, 1)
+    ctas = plan.num_ctas()
     epilogue = busy * np.divide(costs.fixed_ns, costs.work.ns)
     category = np.array(CATEGORIES)[wait_categories(plan, events)]
     waited = events.wait_end_ns - events.wait_begin_ns

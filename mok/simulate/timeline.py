@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mok.plan import ROW_FLAGS, ROWS, Kind, Plan
+from mok.plan import ROW_FLAGS, Kind, Plan
 from mok.simulate.engine import RESOURCES, Events, Work
 from mok.simulate.machines import Machine
 from mok.trace.model import NO_VALUE, Column, Counters, Lanes, Spans, Strings, Trace, TraceMeta
@@ -157,8 +157,8 @@ def _tasks(plan: Plan, events: Events, offset: float) -> _Part:
     lane = np.concatenate((first, second[both]))
     kind = plan.kind[task].astype(np.int64)
     category = np.where(task < plan.num_compute, CATEGORIES.index("compute"), CATEGORIES.index("communication"))
-    # the second CTA of an odd last row block has nothing to do
-    odd = np.concatenate((np.zeros(len(ran), bool), (plan.row_end - plan.row_begin)[ran[both]] <= ROWS))
+    # the second CTA of half a task (an odd row block's last column tile) has nothing to do
+    odd = np.concatenate((np.zeros(len(ran), bool), plan.num_ctas()[ran[both]] < 2))
     known = {int(code): code.name.lower() for code in Kind}
     names = tuple(known.get(code, "") for code in range(max(known) + 1))
     return _Part(
@@ -166,7 +166,7 @@ def _tasks(plan: Plan, events: Events, offset: float) -> _Part:
         events.end_ns[task] + offset,
         lane,
         np.where(odd, len(names), kind),
-        (*names, "no second row block"),
+        (*names, "no second tile"),
         np.where(odd, CATEGORIES.index("idle"), category),
         np.full(len(task), -1),
         _columns(plan, task),

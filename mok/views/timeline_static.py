@@ -45,7 +45,7 @@ _COLOURS = {
     "combine_dx": "#D55E00",
     "compute": "#0072B2",
     "communication": "#E69F00",
-    "no second row block": "#D9D9D9",
+    "no second tile": "#D9D9D9",
     "idle": "#F5F5F5",
     "kernel": "#999999",
     "host": "#999999",
