@@ -13,12 +13,6 @@
 #ifndef MOK_COMBINE_COMM
 #define MOK_COMBINE_COMM 1
 #endif
-#ifndef MOK_STREAM
-#define MOK_STREAM 1
-#endif
-#ifndef MOK_INTERLEAVE
-#define MOK_INTERLEAVE 1
-#endif
 #ifndef MOK_MXFP8
 #define MOK_MXFP8 0
 #endif
@@ -229,15 +223,15 @@ struct Consumer {
     for (int i = 0; i < 32; ++i) u[i] = pack_bf16(acc[64 + 2 * i], acc[64 + 2 * i + 1]);
     if (keep) {
       patch.put(g, lane);
-      store_patch<MOK_STREAM>(patch, (shared ? p.gate_shared : p.gate) + at, p.intermediate, rows, cols, lane);
+      store_patch<true>(patch, (shared ? p.gate_shared : p.gate) + at, p.intermediate, rows, cols, lane);
     }
     // half of the exponentials between the stores of gate and up, whose way to memory is the narrower one
-    activate<0, MOK_INTERLEAVE ? 16 : 32>(g, u);
+    activate<0, 16>(g, u);
     if (keep) {
       patch.put(u, lane);
-      store_patch<MOK_STREAM>(patch, (shared ? p.up_shared : p.up) + at, p.intermediate, rows, cols, lane);
+      store_patch<true>(patch, (shared ? p.up_shared : p.up) + at, p.intermediate, rows, cols, lane);
     }
-    activate<MOK_INTERLEAVE ? 16 : 32, 32>(g, u);
+    activate<16, 32>(g, u);
     if (MOK_MXFP8 && !shared) fake_fragment(g);
     patch.put(g, lane);
     store_patch<false>(patch, (shared ? p.hidden_shared : p.hidden_ring) + at, p.intermediate, rows, cols, lane);
@@ -265,7 +259,7 @@ struct Consumer {
           u64 to = __shfl_sync(~0u, home, WarpPatch::row(i, lane));
           int at = column + (lane & 15) * 8;
           Vec16 bits = patch.get(i, lane);
-          if (to != 0 && at < p.hidden) global_store_16<MOK_STREAM>((void*)(to + 2 * at), bits);
+          if (to != 0 && at < p.hidden) global_store_16<true>((void*)(to + 2 * at), bits);
         }
       } else {
         u16* out = (t.kind == kDownShared ? p.y_shared : p.y_ring) + (long long)row * p.hidden + column;
