@@ -17,6 +17,7 @@ from typing import Annotated, Any, cast
 import typer
 
 import mok
+from mok.cli.bench import bench_app
 from mok.cli.options import (
     CapacityMultiplier,
     Combine,
@@ -48,6 +49,7 @@ UsageError = cast(type[Exception], typer.BadParameter.__mro__[1])
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 routing_app = typer.Typer(rich_markup_mode=None)
 app.add_typer(routing_app, name="routing")
+app.add_typer(bench_app, name="bench")
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 

@@ -1,0 +1,274 @@
+"""`mok bench forward`: the forward step beside its baselines, case by case, on a Hopper GPU.
+
+forward_ms times the functional call in one CUDA graph: input copies, megakernel, top-k sum, context saved.
+schedule_ms is `build_schedule`. The rest says what communication costs inside the kernel (`mok.bench.overlap`) and
+what watching it costs. Every result is checked against the torch pipeline before anything is timed.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from mok import engines
+from mok.bench import baselines, overlap
+from mok.bench.cases import Case
+from mok.bench.conditions import Conditions, Sampler
+from mok.bench.index import sort_routes
+from mok.bench.inputs import Problem, draw
+from mok.bench.ours import Ours
+from mok.bench.record import Record, Row
+from mok.bench.timing import MIN_ROUNDS, Replay, Samples, capture, interleave
+from mok.config import COMBINE_ROUTES, MoKConfig
+from mok.errors import CapabilityError, require
+
+ARCH = "sm90"
+SCHEDULES_PER_GRAPH = 10  # one takes some 20 us, too little for an event pair
+TUNE_ROUNDS = 6
+GRID = [("epilogue", sms, rows) for sms in (4, 6, 8, 12) for rows in (1024, 2048, 4096)] + [
+    ("comm", sms, 2048) for sms in (12, 20)
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How ours is configured and how often everything runs.
+
+    comm_sms, minibatch, combine override the tuned defaults of this architecture on one GPU; `tune` tries a grid
+    around them on the first case of each base and takes the best for all its cases. rounds >= 20.
+    """
+
+    rounds: int = MIN_ROUNDS
+    tune: bool = False
+    comm_sms: int | None = None
+    minibatch: int | None = None
+    combine: str | None = None
+
+    def __post_init__(self) -> None:
+        """Raises InputError: fewer than 20 rounds, an unknown combine route, a knob of MoKConfig out of range."""
+        require(self.rounds >= MIN_ROUNDS, f"rounds must be >= {MIN_ROUNDS} for a median one may quote, got {self.rounds}.")
+        require(
+            self.combine is None or self.combine in COMBINE_ROUTES,
+            f"combine must be one of {COMBINE_ROUTES}, got {self.combine!r}.",
+        )
+        self.config()
+
+    def config(self) -> MoKConfig:
+        """The configuration without tuning."""
+        start = MoKConfig.tuned(ARCH, 1)
+        rows = self.minibatch or start.minibatch_size
+        return replace(
+            start,
+            fwd_num_comm_sms=self.comm_sms or start.fwd_num_comm_sms,
+            minibatch_size=rows,
+            macrobatch_size=max(rows, start.macrobatch_size // rows * rows),
+            combine=self.combine or start.combine,
+        )
+
+    def grid(self) -> list[MoKConfig]:
+        """Configurations the first pass tries; a knob that was given stays."""
+        found = []
+        for combine, sms, rows in GRID:
+            knobs = Options(comm_sms=self.comm_sms or sms, minibatch=self.minibatch or rows, combine=self.combine or combine)
+            found.append(knobs.config())
+        return list(dict.fromkeys(found))
+
+
+def require_hopper() -> None:
+    """Raise CapabilityError unless the kernels run here: what was found, what is supported, what still works."""
+    missing = engines.missing_for_cuda()
+    if missing is not None:
+        raise CapabilityError(
+            f"`mok bench forward` times the CUDA kernels, which need an SM90 GPU (H100, H200) and NVRTC: {missing}; "
+            "engine='torch' still runs and checks the same step here (`mok run --engine torch --check`), but its times say "
+            "nothing about a kernel."
+        )
+
+
+def run(
+    cases: Sequence[Case], options: Options, record: Record, say: Callable[[str], None] = lambda line: None
+) -> Iterator[list[Row]]:
+    """Measure the cases one after another and yield each one's rows, once they are in `record`.
+
+    Cases that `record` holds already are skipped. `say` gets one line for whatever a row does not tell. Raises
+    CapabilityError off Hopper, NumericsError when our result is not torch's.
+    """
+    require_hopper()
+    previous: Problem | None = None
+    tuned: dict[str, tuple[MoKConfig, str]] = {}
+    for case in cases:
+        if case.name in record.cases:
+            say(f"{case.name}: in the record already, not measured again")
+            continue
+        if previous is None or previous.case.base != case.base:
+            previous = None
+            torch.compiler.reset()  # each base compiles its own SwiGLU; past a limit torch would quietly stop compiling
+        gc.collect()
+        torch.cuda.empty_cache()
+        with engines.use("cuda"):
+            problem = draw(case, "cuda", like=previous)
+            rows, seen = measure(problem, options, tuned, say)
+        record.add(case.name, rows, seen.clocks(), seen.power())
+        previous = problem
+        yield rows
+
+
+def measure(
+    problem: Problem, options: Options, tuned: dict[str, tuple[MoKConfig, str]], say: Callable[[str], None]
+) -> tuple[list[Row], Conditions]:
+    """All rows of one case, and clocks and power while the times were taken. `tuned` remembers the best per base."""
+    case = problem.case
+    ours = Ours(problem, options.config())
+    if options.tune and case.base not in tuned:
+        tuned[case.base] = tune(ours, options)
+    config, chosen = tuned.get(case.base, (ours.config, "given"))
+    ours = ours.on(config)
+    calls, left_out = baselines.build("forward", problem)
+    errors = baselines.check("forward", problem, ours.forward, calls, left_out)
+    ours.workspace.check()
+    if case.is_open:
+        calls = {name: call for name, call in calls.items() if name == "dense_floor"}
+    for name, reason in left_out.items():
+        say(f"{case.name}: no {name}: {reason}")
+    how: dict[str, Any] = {
+        "comm_sms": config.fwd_num_comm_sms,
+        "minibatch": config.minibatch_size,
+        "macrobatch": config.macrobatch_size,
+        "combine": config.combine,
+        "chosen": chosen,
+    }
+    index = getattr(torch.cuda.get_device_properties(problem.device), "uuid", None)
+    with Sampler(uuid=str(index) if index is not None else None) as sampler:
+        rows = [*_times(problem, ours, calls, options, how | {"error": errors.get("torch", 0.0)})]
+        if not case.is_open:
+            rows += _schedule(problem, ours, options, how)
+            rows += _communication(problem, ours, options, how)
+    ours.workspace.check()
+    return rows, sampler.conditions
+
+
+def tune(ours: Ours, options: Options) -> tuple[MoKConfig, str]:
+    """The configuration with the shortest median over six interleaved rounds, and a sentence that says so."""
+    candidates = options.grid()
+    pool = torch.cuda.graph_pool_handle()
+    replays: dict[str, list[Replay]] = {}
+    for number, config in enumerate(candidates):
+        variant = ours.on(config)
+        replays[str(number)] = [capture(lambda v=variant: v.forward(0), pool=pool, keep_output=False).replay]  # type: ignore[misc]
+    times = interleave(replays, TUNE_ROUNDS)
+    best = min(times, key=lambda name: times[name].median)
+    return candidates[int(best)], f"best of {len(candidates)} tried on {ours.problem.case.name}"
+
+
+def _times(
+    problem: Problem, ours: Ours, calls: dict[str, list[baselines.Call]], options: Options, how: dict[str, Any]
+) -> list[Row]:
+    """forward_ms, and on closed cases trace_overhead_pct and the shares the same traced launches tell."""
+    case, sets = problem.case.name, range(len(problem.sets))
+    contestants: dict[str, list[Replay]] = {
+        "ours": [capture(lambda number=number: ours.forward(number)).replay for number in sets]  # type: ignore[misc]
+    }
+    traced = None
+    if not problem.case.is_open:
+        traced = overlap.traced(ours, ours.forward, len(problem.sets))
+        contestants["traced"] = [graph.replay for graph in traced.graphs]
+    for name, per_set in calls.items():
+        pool = torch.cuda.graph_pool_handle()
+        contestants[name] = [capture(call, pool=pool, keep_output=False).replay for call in per_set]
+    times = interleave(contestants, options.rounds)
+    compared = {name: samples for name, samples in times.items() if name in calls}
+    rows = [_row(case, "forward_ms", times["ours"], compared, how)]
+    if traced is not None:
+        slower = times["traced"].over(times["ours"])
+        overhead = Samples.of([100 * (value - 1) for value in slower.values.tolist()])
+        rows.append(_row(case, "trace_overhead_pct", overhead, {}, how | {"records": traced.buffers[0].records}))
+        off = overlap.overlap_off(ours.config, ours.capacity)
+        without = overlap.traced(ours.on(off), ours.on(off).forward, 1)
+        rows += _shares(case, traced, without, how)
+    return rows
+
+
+def _shares(case: str, traced: overlap.Traced, without: overlap.Traced, how: dict[str, Any]) -> list[Row]:
+    """What the in-kernel trace says, in per cent of all SM time, beside the same with overlap off."""
+    on, off = traced.accounts(), without.accounts()
+    how = how | {"accounting": {name: float(f"{share:.4g}") for name, share in on[0].shares.items()}}
+    wanted: dict[str, Callable[[Any], float]] = {
+        "cost_of_comm_pct": lambda found: 100 * found.cost_of_communication,
+        "exposed_comm_pct": lambda found: 100 * found.exposed,
+        "sm_other_pct": lambda found: 100 * found.shares["other"],
+    }
+    rows = []
+    for metric, value in wanted.items():
+        beside = {"overlap_off": Samples.of([value(found) for found in off])}
+        rows.append(_row(case, metric, Samples.of([value(found) for found in on]), beside, how))
+    return rows
+
+
+def _schedule(problem: Problem, ours: Ours, options: Options, how: dict[str, Any]) -> list[Row]:
+    """schedule_ms: all routes gathered and one rank's schedule built; `torch` sorts them into its own index lists."""
+
+    def many(build: Callable[[], Any]) -> Callable[[], Any]:
+        return lambda: [build() for _ in range(SCHEDULES_PER_GRAPH)][-1]
+
+    pool = torch.cuda.graph_pool_handle()
+    local = problem.num_local_experts
+    contestants: dict[str, list[Replay]] = {"ours": [], "torch": []}
+    for number, one in enumerate(problem.sets):
+        builds: dict[str, Callable[[], Any]] = {
+            "ours": lambda number=number: ours.schedule(number),  # type: ignore[misc]
+            "torch": lambda one=one: sort_routes(one.top_experts, local),  # type: ignore[misc]
+        }
+        for name, build in builds.items():
+            contestants[name].append(capture(many(build), pool=pool, keep_output=False).replay)
+    times = {
+        name: Samples(samples.values / SCHEDULES_PER_GRAPH) for name, samples in interleave(contestants, options.rounds).items()
+    }
+    return [_row(problem.case.name, "schedule_ms", times["ours"], {"torch": times["torch"]}, how)]
+
+
+def _communication(problem: Problem, ours: Ours, options: Options, how: dict[str, Any]) -> list[Row]:
+    """overlap_efficiency from the kernel's two halves; BF16 only, since MXFP8's BF16 tile would repeat it."""
+    if problem.case.workload.precision != "bf16":
+        return []
+    case = problem.case.name
+    off = ours.on(overlap.overlap_off(ours.config, ours.capacity))
+    with_overlap, without = overlap.time_halves(ours, off, options.rounds)
+    parts = {f"{mode}_ms": float(f"{samples.median:.6g}") for mode, samples in with_overlap.items()}
+    beside = {"overlap_off": overlap.efficiency(without)}
+    return [_row(case, "overlap_efficiency", overlap.efficiency(with_overlap), beside, how | {"kernel": parts})]
+
+
+def _row(case: str, metric: str, ours: Samples, beside: dict[str, Samples], how: dict[str, Any]) -> Row:
+    return Row(
+        case,
+        metric,
+        ours.median,
+        {name: samples.median for name, samples in beside.items()},
+        len(ours.values),
+        {name: samples.quartiles for name, samples in ({"ours": ours} | beside).items()},
+        {**how, "ratio": {name: _ratio(samples, ours) for name, samples in beside.items()}} if metric.endswith("_ms") else how,
+    )
+
+
+def _ratio(base: Samples, ours: Samples) -> list[float]:
+    """[25th percentile, median, 75th percentile] of baseline over ours, taken round by round: above 1 we are faster."""
+    paired = base.over(ours)
+    low, high = paired.quartiles
+    return [float(f"{value:.4g}") for value in (low, paired.median, high)]
+
+
+def line(row: Row) -> str:
+    """One aligned line of a row: ours with its quartiles, then every baseline with the ratio and its spread."""
+    low, high = row.spread["ours"]
+    text = f"{row.case:<32} {row.metric:<19} {row.ours:9.4g} [{low:.4g}, {high:.4g}]"
+    ratios = row.config.get("ratio", {})
+    for name, value in row.baselines.items():
+        text += f"  {name} {value:.4g}"
+        if name in ratios:
+            text += f" x{ratios[name][1]:.3f} [{ratios[name][0]:.3f}, {ratios[name][2]:.3f}]"
+    knobs = f"{row.config['comm_sms']} comm SMs, minibatch {row.config['minibatch']}, {row.config['combine']}"
+    return f"{text}  ({knobs}, {row.config['chosen']}; {row.samples} samples)"

@@ -1,0 +1,75 @@
+"""`mok bench`: times beside baselines, on a machine that has the GPU they are about."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mok.cli.options import Combine
+
+bench_app = typer.Typer(rich_markup_mode=None)
+
+Cases = Annotated[
+    list[str] | None, typer.Argument(help="NAME[+shared][+zipfS][+mxfp8][+open]; default: every case, every suffix.")
+]
+
+
+@bench_app.callback(invoke_without_command=True)
+def bench_root(context: typer.Context) -> None:
+    """Time the kernels beside their baselines."""
+    if context.invoked_subcommand is None:
+        sys.stdout.write(context.get_help() + "\n")
+        raise typer.Exit
+
+
+@bench_app.command()
+def forward(
+    cases: Cases = None,
+    out: Annotated[Path | None, typer.Option(help="Write the record here, case by case; one begun before is continued.")] = None,
+    replace: Annotated[bool, typer.Option("--replace", help="Measure anew what the record holds already.")] = False,
+    rounds: Annotated[int, typer.Option(help="Interleaved rounds, at least 20.")] = 20,
+    tune: Annotated[bool, typer.Option("--tune", help="Try a small grid first and use the best on the rest.")] = False,
+    comm_sms: Annotated[int | None, typer.Option(help="Communication SMs of the forward kernel.")] = None,
+    minibatch: Annotated[int | None, typer.Option(help="Rows per minibatch.")] = None,
+    combine: Combine = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the record as JSON instead of lines.")] = False,
+) -> None:
+    """Time the forward step beside the torch pipeline and dense GEMMs; needs an SM90 GPU.
+
+    \b
+    Cases: dsv3-ep8-t8192 dsv3-ep8-t2048 qwen3-235b-ep8-t8192 qwen3-30b-ep4-t8192
+
+    \b
+    Examples:
+      mok bench forward --tune --out h200_forward.json
+      mok bench forward dsv3-ep8-t8192 qwen3-30b-ep4-t8192+zipf1.2 --comm-sms 6 --minibatch 4096 --combine epilogue
+    """
+    from mok.bench import cases as named
+
+    chosen = named.suite(cases or ())
+    from mok.bench import forward as bench
+    from mok.bench.record import Record
+
+    options = bench.Options(rounds, tune, comm_sms, minibatch, combine)
+    bench.require_hopper()
+    given = [("--out", out and out.name), ("--rounds", rounds), ("--comm-sms", comm_sms), ("--minibatch", minibatch)]
+    words = ["mok", "bench", "forward", *(cases or ()), *(["--tune"] if tune else [])]
+    words += [str(part) for pair in [*given, ("--combine", combine)] if pair[1] is not None for part in pair]
+    record = Record(shlex.join(words), out, replace=replace)
+
+    def say(line: str) -> None:
+        stream = sys.stderr if as_json else sys.stdout
+        stream.write(line + "\n")
+        stream.flush()
+
+    for rows in bench.run(chosen, options, record, say):
+        for row in rows:
+            say(bench.line(row))
+    if as_json:
+        import msgspec
+
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(record.data), indent=2).decode() + "\n")
