@@ -1,6 +1,6 @@
 """Every kernel of the CUDA engine beside its rule in plain torch, its bits across configurations, and its faults.
 
-    python tests/gpu/engine_check.py [schedule quantize epilogue meeting contract faults bits big trace]
+python tests/gpu/engine_check.py [schedule quantize epilogue meeting contract faults bits big trace]
 """
 
 from __future__ import annotations
@@ -30,7 +30,11 @@ def check(ok, what):
 
 
 def same(a, b):
-    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+    return (
+        a.shape == b.shape
+        and a.dtype == b.dtype
+        and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+    )
 
 
 def test_schedule():
@@ -50,21 +54,23 @@ def test_schedule():
             got = cuda.schedule(topk, local, cap, rank, counts, block)
             bad += sum(not same(a, b) for a, b in zip(want, got, strict=True))
     check(bad == 0, f"schedule: {4 * len(shapes)} problems x ranks, bit for bit, {bad} tensors differ")
-    for name in ("dsv3-ep8-t8192",):
-        case = Case(*CASES[name][:1], 64, 64, *CASES[name][3:])
-        topk = case.top[None].contiguous()
-        call = lambda: cuda.schedule(topk, 32, 69632, 0, None, 128)  # noqa: E731
-        check(all(same(a, b) for a, b in zip(rule.build(topk, 32, 69632, 0), call(), strict=True)), "schedule: 65536 routes")
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            call()
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        for _ in range(20):
-            graph.replay()
-        end.record()
-        end.synchronize()
-        print(f"     schedule of {name}: {start.elapsed_time(end) / 20 * 1e3:.1f} us", flush=True)
+    name = "dsv3-ep8-t8192"
+    topk = Case(*CASES[name][:1], 64, 64, *CASES[name][3:]).top[None].contiguous()
+
+    def call():
+        return cuda.schedule(topk, 32, 69632, 0, None, 128)
+
+    check(all(same(a, b) for a, b in zip(rule.build(topk, 32, 69632, 0), call(), strict=True)), "schedule: 65536 routes")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(20):
+        graph.replay()
+    end.record()
+    end.synchronize()
+    print(f"     schedule of {name}: {start.elapsed_time(end) / 20 * 1e3:.1f} us", flush=True)
 
 
 def test_quantize():
@@ -81,7 +87,10 @@ def test_quantize():
         back = mxfp8.dequantize(got[0], got[1]).bfloat16()
         ours = quantize.dequantize(got[0], got[1])
         check(torch.equal(back.nan_to_num(3.0, 5.0, 7.0), ours.nan_to_num(3.0, 5.0, 7.0)), "dequantize: equal")
-    check(cuda.mxfp8_quantize(x, False, True)[0] is None and same(cuda.mxfp8_quantize(x, False, True)[2], want_t(x)), "quantize: one way")
+    check(
+        cuda.mxfp8_quantize(x, False, True)[0] is None and same(cuda.mxfp8_quantize(x, False, True)[2], want_t(x)),
+        "quantize: one way",
+    )
 
 
 def want_t(x):
@@ -101,10 +110,13 @@ def test_epilogue():
         total = y.float()
         exact = total.double()
         for i in range(k):
-            keep = (ids[:, i, None] >= 0)
+            keep = ids[:, i, None] >= 0
             exact = torch.where(keep, exact + w[:, i, None].double() * slots.view(50, k, 192)[:, i].double(), exact)
         check(bool(got.isfinite().all()) and relative(got, exact) < 3e-3, f"epilogue K={k}: {relative(got, exact):.1e}")
-        check(bool(cuda.forward_epilogue(None, slots, w, ids, torch.tensor([-1], device="cuda", dtype=torch.int32)).isnan().all()), "epilogue: faulty schedule is NaN")
+        check(
+            bool(cuda.forward_epilogue(None, slots, w, ids, torch.tensor([-1], device="cuda", dtype=torch.int32)).isnan().all()),
+            "epilogue: faulty schedule is NaN",
+        )
         plain = cuda.backward_epilogue(y, slots, k, ids, None)
         check(relative(plain, torch_engine.backward_epilogue(y, slots, k, ids, None)) < 3e-3, f"plain sum K={k}")
 
@@ -122,7 +134,9 @@ def test_meeting():
                 with torch.cuda.stream(streams[r]):
                     meeting.barrier(address, targets[r], r)
         torch.cuda.synchronize()
-    check(record[0].item() == 0 and all(c.item() == 12 for c in counters), "barrier: three ranks on three streams meet four times")
+    check(
+        record[0].item() == 0 and all(c.item() == 12 for c in counters), "barrier: three ranks on three streams meet four times"
+    )
     buffers = [torch.zeros(3, 6, 2, dtype=torch.int32, device="cuda") for _ in range(3)]
     counts = [torch.zeros(3, dtype=torch.int32, device="cuda") for _ in range(3)]
     mine = [torch.full((r + 2, 2), 10 + r, dtype=torch.int32, device="cuda") for r in range(3)]
@@ -138,7 +152,10 @@ def test_meeting():
         meeting.barrier(address, targets[0], 0)
         torch.cuda.synchronize()
     took = time.perf_counter() - start
-    check(record.tolist()[:2] == [3, 0] and record[3:5].tolist() == [1, 3] and 0.4 < took < 3, f"missing peers: {record.tolist()} after {took:.2f} s")
+    check(
+        record.tolist()[:2] == [3, 0] and record[3:5].tolist() == [1, 3] and 0.4 < took < 3,
+        f"missing peers: {record.tolist()} after {took:.2f} s",
+    )
     del os.environ["MOK_TIMEOUT_PEER"]
 
 
@@ -167,17 +184,26 @@ def test_contract():
                 shapes = [(tuple(t.shape), t.dtype) for t in got] == [(tuple(t.shape), t.dtype) for t in want]
                 check(shapes, f"{precision} ring={ring}: {len(got)} tensors of the reference's shapes")
                 error = relative(got_y, want_y)
-                check(error < (2e-3 if precision == "bf16" else 2e-2), f"{precision} limit={limit} ring={ring} {knobs}: output against the torch engine {error:.1e}")
+                check(
+                    error < (2e-3 if precision == "bf16" else 2e-2),
+                    f"{precision} limit={limit} ring={ring} {knobs}: output against the torch engine {error:.1e}",
+                )
                 kept = min(rows, ring or rows)
                 if precision == "bf16":
                     check(same(got[0][:kept], want[0][:kept]), "saved x rows: bit for bit")
-                    check(relative(got[2][:kept], want[2][:kept]) < 2e-3 and relative(got[4][:kept], want[4][:kept]) < 2e-3, "saved gate and up")
+                    check(
+                        relative(got[2][:kept], want[2][:kept]) < 2e-3 and relative(got[4][:kept], want[4][:kept]) < 2e-3,
+                        "saved gate and up",
+                    )
                     check(shared is False or relative(got[1], want[1]) < 2e-3, "saved shared gate")
                 else:
                     check(same(got[0][:, :kept], want[0][:, :kept]), "saved x, quantised along rows: bit for bit")
-                    check(relative(mxfp8.dequantize(got[3], got[4])[:kept], mxfp8.dequantize(want[3], want[4])[:kept]) < 2e-2, "saved gate, quantised")
+                    check(
+                        relative(mxfp8.dequantize(got[3], got[4])[:kept], mxfp8.dequantize(want[3], want[4])[:kept]) < 2e-2,
+                        "saved gate, quantised",
+                    )
         unsaved, y, _ = engine_call(cuda, case, "bf16", (case.gate, case.up, case.down), ring, False, case.shared, limit)
-        saved, z, _ = engine_call(cuda, case, "bf16", (case.gate, case.up, case.down), ring, True, case.shared, limit)
+        _, z, _ = engine_call(cuda, case, "bf16", (case.gate, case.up, case.down), ring, True, case.shared, limit)
         check(same(y, z) and unsaved[0].numel() == 0, "context saved or not: same bits")
 
 
@@ -192,7 +218,10 @@ def test_faults():
         out, _ = run(case, prepared=prepared)
         torch.cuda.synchronize()
     took = time.perf_counter() - start
-    check(record[0].item() == 4 and took < 5 and bool(out.isnan().all()), f"flag never raised: {record.tolist()}, NaN output, {took:.2f} s")
+    check(
+        record[0].item() == 4 and took < 5 and bool(out.isnan().all()),
+        f"flag never raised: {record.tolist()}, NaN output, {took:.2f} s",
+    )
     check(int(prepared[4][0][2]) == -4, "flag never raised: the schedule is marked")
     record.zero_()
     os.environ["MOK_TIMEOUT_LOCAL"] = "2"
@@ -200,15 +229,22 @@ def test_faults():
         again, _ = run(case)
         torch.cuda.synchronize()
     check(record[0].item() == 0 and same(again, clean), "next call after a local time-out: clean and right")
-    counts, starts, peers, homes, schedules, capacity = case.ranks(1)
+    counts, starts, peers, homes, _, capacity = case.ranks(1)
     topk = case.top[None].contiguous()
-    for name, table, cap, code in (("one block too few", topk, capacity - 128 * 5, 1), ("id E", torch.where(topk == 3, 4, topk), capacity, 2), ("id -2", torch.where(topk == 3, -2, topk), capacity, 2)):
+    for name, table, cap, code in (
+        ("one block too few", topk, capacity - 128 * 5, 1),
+        ("id E", torch.where(topk == 3, 4, topk), capacity, 2),
+        ("id -2", torch.where(topk == 3, -2, topk), capacity, 2),
+    ):
         record.zero_()
         with options.faults_to(record):
             built = cuda.schedule(table, 4, cap, 0, None, 128)
             out, kept = run(case, prepared=(counts, starts, peers, homes, [built[:4]], cap))
             torch.cuda.synchronize()
-        check(record[0].item() == code and bool(out.isnan().all()) and bool(kept[0]["y_shared"].isnan().all()), f"{name}: record {record.tolist()}, NaN outputs")
+        check(
+            record[0].item() == code and bool(out.isnan().all()) and bool(kept[0]["y_shared"].isnan().all()),
+            f"{name}: record {record.tolist()}, NaN outputs",
+        )
     again, _ = run(case)
     check(same(again, clean), "next call after routing faults: right")
     hog = torch.randn(8192, 8192, device="cuda").bfloat16()
@@ -255,7 +291,9 @@ def test_bits():
         part = Case(2048, 1024, 512, 16, 4, shared=True, seed=7, skew=0.5, drop=0.05)
         part.x, part.top, part.w = (t[first : first + count].contiguous() for t in (case.x, case.top, case.w))
         part.tokens = count
-        check(same(run(part)[0], whole[first : first + count]), f"bits: {count} token(s) from {first} alone = in the batch of 2048")
+        check(
+            same(run(part)[0], whole[first : first + count]), f"bits: {count} token(s) from {first} alone = in the batch of 2048"
+        )
 
 
 def test_big():
@@ -291,7 +329,11 @@ def test_trace():
             end.synchronize()
             times[label].append(start.elapsed_time(end))
     median = {label: sorted(t)[len(t) // 2] for label, t in times.items()}
-    print(f"     trace off {median['off']:.3f} ms, on {median['on']:.3f} ms ({median['on'] / median['off'] - 1:+.2%}; eager launches, fresh trace buffer each)", flush=True)
+    print(
+        f"     trace off {median['off']:.3f} ms, on {median['on']:.3f} ms ({median['on'] / median['off'] - 1:+.2%};",
+        "eager launches, fresh trace buffer each)",
+        flush=True,
+    )
     buffer = sink.buffers[-1]
     trace = reader.read(reader.pack(buffer.data.cpu().numpy(), buffer.header()), buffer.tokens_per_expert.cpu().numpy())
     result = metrics.account(trace)

@@ -7,6 +7,7 @@ python tests/gpu/forward_check.py time CASE...        # CASE of mok bench; --com
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import pathlib
 import statistics
@@ -16,10 +17,10 @@ import torch
 
 sys.path[:0] = [str(pathlib.Path(__file__).parent), str(pathlib.Path(__file__).parents[2])]
 
-import reference
+import reference  # noqa: E402
 
-from mok import schedule as rule
-from mok.engines.cuda import epilogue, megakernel
+from mok import schedule as rule  # noqa: E402
+from mok.engines.cuda import epilogue, megakernel  # noqa: E402
 
 CASES = {
     "dsv3-ep8-t8192": (8192, 7168, 2048, 32, 8),
@@ -78,7 +79,8 @@ def run(case, ep=1, *, prepared=None, num_comm_sms=8, minibatch=2048, ring=None,
     counts, starts, peers, homes, schedules, capacity = prepared or case.ranks(ep)
     local = case.experts // ep
     outs, kept = [], []
-    megakernel.defines = lambda **k: {**_DEFINES(**k), **{name: int(v) for name, v in (d.split("=") for d in extra.split())}}
+    more = dict(define.split("=") for define in extra.split())
+    megakernel.defines = lambda **k: {**_DEFINES(**k), **{name: int(value) for name, value in more.items()}}
     for r in range(ep):
         mine = slice(r * local, (r + 1) * local)
         kept.append(megakernel.launch(
@@ -130,7 +132,8 @@ def correct():
             if ok and first is not got:
                 continue
             print(
-                f"{'ok ' if ok else 'BAD'} {shape} ep={ep} ring={ring} mini={mini} {combine} comm={comm}: error {error:.3e} (torch {stick:.3e}) same bits {same}",
+                f"{'ok ' if ok else 'BAD'} {shape} ep={ep} ring={ring} mini={mini} {combine} comm={comm}: error {error:.3e}",
+                f"(torch {stick:.3e}) same bits {same}",
                 flush=True,
             )
     print("correct:", "FAILED" if bad else "all right", bad, flush=True)
@@ -168,7 +171,7 @@ def timed(names, variants, samples=20, compare=True):
             label = " ".join(f"{k}={x}" for k, x in v.items())
             got, _ = run(case, prepared=prepared, **v)
             print(f"  {label}: against the pipeline {relative(got, want):.2e}", flush=True)
-            graphs[label] = graph_of(lambda v=v: run(case, prepared=prepared, **v))
+            graphs[label] = graph_of(functools.partial(run, case, prepared=prepared, **v))
         times = {label: [] for label in graphs}
         for graph in graphs.values():
             once(graph)
@@ -179,7 +182,7 @@ def timed(names, variants, samples=20, compare=True):
         for label, t in times.items():
             m = statistics.median(t)
             print(f"{name:22s} {label:60s} {m:8.3f} ms {flops / m * 1e-9:6.0f} TFLOP/s  x{base / m:.3f}", flush=True)
-        del graphs, prepared, case, pipeline
+        graphs.clear()  # captured graphs hold their memory
         torch.cuda.empty_cache()
 
 
@@ -207,7 +210,8 @@ def traced(names, variants):
                 rows = names_ == what
                 d = spans.dur_ns[rows] / 1e3
                 print(
-                    f"    {what:22s} n {rows.sum():6d} mean {d.mean():8.2f} us  p10 {sorted(d)[len(d) // 10]:8.2f} p90 {sorted(d)[len(d) * 9 // 10]:8.2f} sum {d.sum() / 1e3:9.2f} ms",
+                    f"    {what:22s} n {rows.sum():6d} mean {d.mean():8.2f} us  p10 {sorted(d)[len(d) // 10]:8.2f}",
+                    f"p90 {sorted(d)[len(d) * 9 // 10]:8.2f} sum {d.sum() / 1e3:9.2f} ms",
                     flush=True,
                 )
 

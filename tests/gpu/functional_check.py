@@ -55,11 +55,15 @@ def main():
         space, schedule, want, context = step(case, 1, config)
         d_out = torch.randn_like(want)
         shared = case.shared
-        gradients = functional.backward(config, space, schedule, context, d_out, case.x, case.w, *shared, case.gate, case.up, case.down)
+        gradients = functional.backward(
+            config, space, schedule, context, d_out, case.x, case.w, *shared, case.gate, case.up, case.down
+        )
     check(relative(first, want) < 2e-3, f"against the torch engine: {relative(first, want):.1e}")
     with engines.use("cuda"):
         space, schedule, _, context = step(case, 1, config)
-        ours = functional.backward(config, space, schedule, context, d_out, case.x, case.w, *shared, case.gate, case.up, case.down)
+        ours = functional.backward(
+            config, space, schedule, context, d_out, case.x, case.w, *shared, case.gate, case.up, case.down
+        )
     worst = max(relative(a, b) for a, b in zip(ours, gradients, strict=True) if a is not None)
     check(worst < 5e-3, f"backward (torch code) on our context: worst gradient {worst:.1e} from the torch engine's")
 
@@ -95,7 +99,10 @@ def main():
             torch.cuda.synchronize()
         events = [e.name for e in prof.events()]
         syncs = [n for n in events if "Synchronize" in n or n in ("cudaMemcpy", "aten::item", "aten::_local_scalar_dense")]
-        check(syncs.count("cudaDeviceSynchronize") == len(syncs) <= 2, f"no host sync from schedule to output: {syncs} (ours: the one at the end)")
+        check(
+            syncs.count("cudaDeviceSynchronize") == len(syncs) <= 2,
+            f"no host sync from schedule to output: {syncs} (ours: the one at the end)",
+        )
 
         small = MoKConfig(minibatch_size=256, macrobatch_size=256, schedule_capacity_multiplier=0.01, fwd_num_comm_sms=8)
         full = Case(512, 256, 128, 8, 2, seed=1)
