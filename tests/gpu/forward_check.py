@@ -84,7 +84,8 @@ def run(case, ep=1, *, prepared=None, num_comm_sms=8, minibatch=2048, ring=None,
     for r in range(ep):
         mine = slice(r * local, (r + 1) * local)
         kept.append(megakernel.launch(
-            mxfp8=False, x_peers=peers, combine_peers=homes, shared=case.shared, weights=(case.gate[mine], case.up[mine], case.down[mine]),
+            mxfp8=False, x_peers=peers, combine_peers=homes, shared=case.shared,
+            weights=(case.gate[mine], case.up[mine], case.down[mine]),
             schedule=schedules[r], rank=r, top_k=case.top_k, num_shared_tokens=counts[r], swiglu_limit=limit,
             num_comm_sms=num_comm_sms, minibatch=minibatch, ring_rows=min(ring or capacity, capacity), row_block=128,
             combine=combine, save_context=save,
