@@ -1,34 +1,22 @@
-"""The benchmark without a GPU: cases, inputs, baselines, statistics, the clock reader, the record and the refusal."""
+"""The benchmark without a GPU: cases, inputs, baselines, statistics."""
 
-import json
-import subprocess
-import threading
-import time
-from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from support.bench import tiny
 
-from mok import cli, engines
-from mok.bench import baselines, cases, conditions, forward, inputs, overlap, record, timing
+from mok import engines
+from mok.bench import baselines, cases, inputs, overlap, timing
 from mok.bench.index import gather_sum, index_of, sort_routes
 from mok.bench.ours import Ours
 from mok.config import MoKConfig
-from mok.errors import CapabilityError, InputError, NumericsError
-from mok.shapes import MoEShape
-from mok.workload import RoutingSpec, Workload
+from mok.errors import InputError, NumericsError
+from mok.workload import RoutingSpec
 
 ROOT = Path(__file__).resolve().parent.parent
-
-
-def tiny(shared=False, precision="bf16", ranks="closed", routing="uniform", tokens=48):
-    shape = MoEShape(128, 128, 16, 2, shared)
-    work = Workload(shape, tokens, 2, RoutingSpec.parse(routing), precision=precision, ranks=ranks)
-    return cases.Case("tiny", "tiny", work)
 
 
 # Cases
@@ -292,220 +280,3 @@ def test_overlap_efficiency_is_the_designs_formula_round_by_round():
     off = overlap.overlap_off(MoKConfig(fwd_num_comm_sms=6, minibatch_size=2048, combine="epilogue"), 69500)
     assert off.minibatch_size == off.macrobatch_size == 69504
     assert (off.fwd_num_comm_sms, off.combine) == (6, "epilogue")
-
-
-# Options and lines
-
-
-def test_options_keep_what_was_given():
-    assert forward.Options(comm_sms=6, minibatch=3072, combine="epilogue").config().macrobatch_size % 3072 == 0
-    grid = forward.Options(tune=True).grid()
-    assert len(grid) == len(set(grid)) == len(forward.GRID)
-    assert {config.fwd_num_comm_sms for config in forward.Options(comm_sms=10).grid()} == {10}
-    for wrong, said in (({"rounds": 19}, "rounds"), ({"combine": "both"}, "combine"), ({"comm_sms": 3}, "even")):
-        with pytest.raises(InputError, match=said):
-            forward.Options(**wrong)
-
-
-def test_a_row_on_one_line():
-    ours, torch_samples = timing.Samples.of([2.0] * 20), timing.Samples.of([3.0] * 20)
-    how = {"comm_sms": 6, "minibatch": 2048, "combine": "epilogue", "chosen": "given"}
-    row = forward._row("dsv3-ep8-t8192", "forward_ms", ours, {"torch": torch_samples}, how)
-    assert row.config["ratio"] == {"torch": [1.5, 1.5, 1.5]}
-    assert row.samples == 20
-    text = forward.line(row)
-    assert "\n" not in text
-    assert "x1.500 [1.500, 1.500]" in text
-    assert "6 comm SMs, minibatch 2048, epilogue, given; 20 samples" in text
-    percent = forward._row("c", "trace_overhead_pct", ours, {}, how)
-    assert "ratio" not in percent.config
-
-
-# Clocks and power
-
-
-def fake_driver(monkeypatch, ask=None):
-    readings = {"SM": iter(range(1400, 100000)), "MEM": iter([3201] * 100000)}
-    library = SimpleNamespace(
-        NVML_CLOCK_SM="SM",
-        NVML_CLOCK_MEM="MEM",
-        NVML_TEMPERATURE_GPU=0,
-        NVMLError=RuntimeError,
-        nvmlDeviceGetClockInfo=lambda handle, which: next(readings[which]),
-        nvmlDeviceGetPowerUsage=ask or (lambda handle: 695_000),
-        nvmlDeviceGetTemperature=lambda handle, where: 60,
-        nvmlDeviceGetCurrentClocksThrottleReasons=lambda handle: 4,
-    )
-
-    @contextmanager
-    def device(index=0, uuid=None):
-        yield library, "handle"
-
-    monkeypatch.setattr(conditions.nvml, "device", device)
-
-
-def test_clocks_and_power_are_read_while_work_runs(monkeypatch):
-    fake_driver(monkeypatch)
-    with conditions.Sampler(interval_s=0.001) as sampler:
-        deadline = time.monotonic() + 5
-        while len(sampler.conditions.sm_mhz) < 5 and time.monotonic() < deadline:
-            time.sleep(0.002)
-    seen = sampler.conditions
-    assert seen.clocks()["sm_mhz"]["low"] >= 1400
-    assert seen.clocks()["event_reasons"] == 4
-    assert seen.clocks()["readings"] >= 5
-    assert seen.power()["power_w"] == {"low": 695.0, "median": 695.0, "high": 695.0}
-    assert "mok clocks and power" not in {thread.name for thread in threading.enumerate()}
-
-
-def test_a_driver_that_refuses_a_question_and_no_driver_at_all(monkeypatch):
-    def refuses(handle):
-        raise RuntimeError("not supported")
-
-    fake_driver(monkeypatch, refuses)
-    with conditions.Sampler(interval_s=0.001) as sampler:
-        time.sleep(0.02)
-    assert sampler.conditions.power()["power_w"] is None
-    assert sampler.conditions.clocks()["sm_mhz"] is not None
-
-    @contextmanager
-    def none(index=0, uuid=None):
-        yield None
-
-    monkeypatch.setattr(conditions.nvml, "device", none)
-    with conditions.Sampler() as sampler:
-        pass
-    assert sampler.conditions.clocks() == {"sm_mhz": None, "memory_mhz": None, "readings": 0, "event_reasons": 0}
-
-
-# The record
-
-
-def some_rows(case="dsv3-ep8-t8192"):
-    return [record.Row(case, "forward_ms", 8.123456789, {"torch": 9.0}, 20, {"ours": (8.0, 8.2), "torch": (8.9, 9.1)}, {"comm_sms": 6})]
-
-
-def test_the_record_has_the_designs_fields(tmp_path):
-    path = tmp_path / "h200_forward.json"
-    made = record.Record("mok bench forward", path)
-    made.add("dsv3-ep8-t8192", some_rows(), {"sm_mhz": {"median": 1500.0}}, {"power_w": None})
-    data = record.read(path)
-    assert tuple(data) == ("command", "commit", "date", "device", "rows")
-    assert set(data["device"]) == {"name", "driver", "cuda", "torch", "clocks", "power"}
-    (row,) = data["rows"]
-    assert row["ours"] == 8.12346
-    assert set(row) >= {"case", "metric", "ours", "baselines", "samples", "spread"}
-    assert data["device"]["clocks"]["by_case"]["dsv3-ep8-t8192"]["sm_mhz"]["median"] == 1500.0
-    assert str(tmp_path) not in path.read_text()
-    assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
-
-
-def test_a_record_is_continued_case_by_case_and_never_mixed(tmp_path, monkeypatch):
-    path = tmp_path / "r.json"
-    monkeypatch.setattr(record, "source_commit", lambda: "a" * 40)
-    record.Record("mok bench forward one", path).add("one", some_rows("one"), {}, {})
-    again = record.Record("mok bench forward two", path)
-    assert again.cases == {"one"}
-    again.add("two", some_rows("two"), {}, {})
-    again.add("two", some_rows("two"), {}, {})
-    data = record.read(path)
-    assert [row["case"] for row in data["rows"]] == ["one", "two"]
-    assert data["command"] == "mok bench forward one && mok bench forward two"
-    before = path.read_bytes()
-    monkeypatch.setattr(record, "source_commit", lambda: "b" * 40)
-    with pytest.raises(InputError, match=r"commit a{40} there, b{40} here.*--replace"):
-        record.Record("mok bench forward", path)
-    assert path.read_bytes() == before
-    fresh = record.Record("mok bench forward", path, replace=True)
-    assert fresh.cases == set()
-    assert path.read_bytes() == before  # nothing is lost before there is something to put in its place
-    with pytest.raises(InputError, match="its own"):
-        fresh.add("one", some_rows("two"), {}, {})
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["", "[]", "{}", '{"rows": []}', "\x00", '{"command":1,"commit":1,"date":1,"device":{},"rows":[]}', '{"command":"","commit":"",'
-     '"date":"","device":{"name":"","driver":"","cuda":"","torch":"","clocks":{},"power":{}},"rows":[{"case":"a"}]}'],
-)  # fmt: skip
-def test_a_file_that_is_no_record_is_named_and_kept(tmp_path, text):
-    path = tmp_path / "mine.json"
-    path.write_text(text)
-    with pytest.raises(InputError, match="mine.json is not a benchmark record"):
-        record.Record("mok bench forward", path)
-    assert path.read_text() == text
-
-
-def test_the_commit_of_a_checkout_and_of_a_copy(monkeypatch, tmp_path):
-    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
-    if head:
-        assert record.source_commit().removesuffix("-dirty") == head
-    monkeypatch.setattr(record, "__file__", str(tmp_path / "mok/bench/record.py"))
-    (tmp_path / "mok/bench").mkdir(parents=True)
-    monkeypatch.delenv("MOK_COMMIT", raising=False)
-    assert record.source_commit() == "unknown"
-    monkeypatch.setenv("MOK_COMMIT", "c" * 40)
-    assert record.source_commit() == "c" * 40
-
-
-def test_shipped_records_are_records():
-    for path in (ROOT / "profiles/benchmarks").glob("*.json"):
-        data = record.read(path)
-        assert data["rows"], path
-        assert all(cases.parse(row["case"]).name == row["case"] for row in data["rows"]), path
-        assert all(row["samples"] >= 20 for row in data["rows"] if row["metric"].endswith("_ms")), path
-
-
-# The command
-
-
-@pytest.fixture
-def no_gpu(monkeypatch):
-    monkeypatch.setattr(forward.engines, "missing_for_cuda", lambda: "found NVIDIA A100 (SM80)")
-
-
-def test_without_hopper_one_sentence_and_nothing_written(no_gpu, tmp_path, capsys):
-    out = tmp_path / "r.json"
-    assert cli.main(["bench", "forward", "--out", str(out)]) == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
-    for part in ("found NVIDIA A100 (SM80)", "SM90 GPU (H100, H200)", "engine='torch' still runs"):
-        assert part in said
-    assert not out.exists()
-    assert cli.main(["bench", "forward", "--json"]) == 2
-    assert "SM90" in json.loads(capsys.readouterr().out)["error"]
-    with pytest.raises(CapabilityError):
-        next(forward.run(cases.suite(), forward.Options(), record.Record("x")))
-
-
-def test_mistakes_are_told_before_the_gpu_is_missed(no_gpu, capsys):
-    assert cli.main(["bench", "forward", "dsv3"]) == 2
-    assert "unknown benchmark case 'dsv3'" in capsys.readouterr().err
-    assert cli.main(["bench", "forward", "--rounds", "3"]) == 2
-    assert "rounds must be >= 20" in capsys.readouterr().err
-    assert cli.main(["bench"]) == 0
-    assert "forward" in capsys.readouterr().out
-
-
-def test_run_writes_each_case_and_skips_what_is_there(monkeypatch, tmp_path):
-    monkeypatch.setattr(forward, "require_hopper", lambda: None)
-    monkeypatch.setattr(forward.engines, "use", lambda name: nullcontext())
-    drawn: list[str] = []
-
-    def draw(case, device, like=None):
-        drawn.append(case.name)
-        return SimpleNamespace(case=case)
-
-    monkeypatch.setattr(forward, "draw", draw)
-    monkeypatch.setattr(forward, "measure", lambda problem, *rest: (some_rows(problem.case.name), conditions.Conditions()))
-    path = tmp_path / "r.json"
-    chosen = cases.suite(["dsv3-ep8-t2048", "qwen3-30b-ep4-t8192"])
-    steps = forward.run(chosen, forward.Options(), record.Record("mok bench forward", path))
-    next(steps)
-    assert [row["case"] for row in record.read(path)["rows"]] == ["dsv3-ep8-t2048"]
-    said: list[str] = []
-    rest = list(forward.run(chosen, forward.Options(), record.Record("mok bench forward", path), said.append))
-    assert [rows[0].case for rows in rest] == ["qwen3-30b-ep4-t8192"]
-    assert said == ["dsv3-ep8-t2048: in the record already, not measured again"]
-    assert drawn == ["dsv3-ep8-t2048", "qwen3-30b-ep4-t8192"]
-    assert np.isfinite(record.read(path)["rows"][1]["ours"])

@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -81,7 +82,7 @@ class TorchForward:
 
 def _torch(problem: Problem) -> list[Call]:
     pipeline = TorchForward(problem)
-    return [lambda number=number: pipeline(number) for number in range(len(problem.sets))]  # type: ignore[misc]
+    return [partial(pipeline, number) for number in range(len(problem.sets))]
 
 
 def _dense(problem: Problem, block: int) -> list[Call]:

@@ -8,7 +8,7 @@ checked, and every other kernel can run it, so it is the bar. A suffix changes o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mok.errors import InputError, require, unknown_name
 from mok.shapes import MoEShape
@@ -57,10 +57,10 @@ def parse(text: str) -> Case:
         found[kind] = suffix
     shape = MoEShape.preset(preset)
     workload = Workload(
-        MoEShape(shape.hidden, shape.intermediate, shape.num_experts, shape.top_k, shared="shared" in found),
-        tokens,
-        ep,
-        RoutingSpec("zipf", (_skew(text, found["zipf"]),)) if "zipf" in found else RoutingSpec(),
+        shape=replace(shape, shared="shared" in found),
+        tokens=tokens,
+        ep=ep,
+        routing=RoutingSpec("zipf", (_skew(text, found["zipf"]),)) if "zipf" in found else RoutingSpec(),
         precision="mxfp8" if "mxfp8" in found else "bf16",
         ranks="open(0)" if "open" in found else "closed",
         engine="cuda",

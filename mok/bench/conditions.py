@@ -14,7 +14,7 @@ import numpy as np
 
 from mok.session import nvml
 
-INTERVAL_S = 0.02
+INTERVAL_S = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ def summary(values: list[float]) -> dict[str, float] | None:
 
 
 class Sampler:
-    """`with Sampler(uuid=...) as sampler: work()`, then `sampler.conditions`. Reads every 20 ms until the block ends."""
+    """`with Sampler(uuid=...) as sampler: work()`, then `sampler.conditions`. Reads every 10 ms until the block ends."""
 
     def __init__(self, index: int = 0, uuid: str | None = None, interval_s: float = INTERVAL_S) -> None:
         self.conditions = Conditions()

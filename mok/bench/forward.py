@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,8 @@ from mok.errors import CapabilityError, require
 
 ARCH = "sm90"
 SCHEDULES_PER_GRAPH = 10  # one takes some 20 us, too little for an event pair
-TUNE_ROUNDS = 6
+TUNE_ROUNDS = 8
+MIN_SECONDS = 0.6  # long enough for a dozen readings of clocks and power
 GRID = [("epilogue", sms, rows) for sms in (4, 6, 8, 12) for rows in (1024, 2048, 4096)] + [
     ("comm", sms, 2048) for sms in (12, 20)
 ]
@@ -100,21 +102,33 @@ def run(
     require_hopper()
     previous: Problem | None = None
     tuned: dict[str, tuple[MoKConfig, str]] = {}
-    for case in cases:
-        if case.name in record.cases:
-            say(f"{case.name}: in the record already, not measured again")
-            continue
-        if previous is None or previous.case.base != case.base:
-            previous = None
-            torch.compiler.reset()  # each base compiles its own SwiGLU; past a limit torch would quietly stop compiling
-        gc.collect()
-        torch.cuda.empty_cache()
-        with engines.use("cuda"):
-            problem = draw(case, "cuda", like=previous)
-            rows, seen = measure(problem, options, tuned, say)
-        record.add(case.name, rows, seen.clocks(), seen.power())
-        previous = problem
-        yield rows
+    told: set[str] = set()
+
+    def once(text: str) -> None:  # why a baseline is missing is the same for most cases
+        reason = text.partition(": ")[2]
+        if reason not in told:
+            told.add(reason)
+            say(text)
+
+    try:
+        for case in cases:
+            if case.name in record.cases:
+                say(f"{case.name}: in the record already, not measured again")
+                continue
+            if previous is None or previous.case.base != case.base:
+                previous = None
+                torch.compiler.reset()  # each base compiles its own SwiGLU; past a limit torch would quietly stop compiling
+            gc.unfreeze()  # what `capture` froze of the last case goes now
+            gc.collect()
+            torch.cuda.empty_cache()
+            with engines.use("cuda"):
+                problem = draw(case, "cuda", like=previous)
+                rows, seen = measure(problem, options, tuned, once)
+            record.add(case.name, rows, seen.clocks(), seen.power())
+            previous = problem
+            yield rows
+    finally:
+        gc.unfreeze()
 
 
 def measure(
@@ -133,7 +147,7 @@ def measure(
     if case.is_open:
         calls = {name: call for name, call in calls.items() if name == "dense_floor"}
     for name, reason in left_out.items():
-        say(f"{case.name}: no {name}: {reason}")
+        say(f"{case.name}: without {name} ({reason})")
     how: dict[str, Any] = {
         "comm_sms": config.fwd_num_comm_sms,
         "minibatch": config.minibatch_size,
@@ -141,24 +155,22 @@ def measure(
         "combine": config.combine,
         "chosen": chosen,
     }
-    index = getattr(torch.cuda.get_device_properties(problem.device), "uuid", None)
-    with Sampler(uuid=str(index) if index is not None else None) as sampler:
-        rows = [*_times(problem, ours, calls, options, how | {"error": errors.get("torch", 0.0)})]
-        if not case.is_open:
-            rows += _schedule(problem, ours, options, how)
-            rows += _communication(problem, ours, options, how)
+    rows, seen = _times(problem, ours, calls, options, how | {"error": float(f"{errors['torch']:.3g}")})
+    if not case.is_open:
+        rows += _schedule(problem, ours, options, how)
+        rows += _communication(problem, ours, options, how)
     ours.workspace.check()
-    return rows, sampler.conditions
+    return rows, seen
 
 
 def tune(ours: Ours, options: Options) -> tuple[MoKConfig, str]:
-    """The configuration with the shortest median over six interleaved rounds, and a sentence that says so."""
+    """The configuration with the shortest median over eight interleaved rounds, and a sentence that says so."""
     candidates = options.grid()
     pool = torch.cuda.graph_pool_handle()
     replays: dict[str, list[Replay]] = {}
     for number, config in enumerate(candidates):
         variant = ours.on(config)
-        replays[str(number)] = [capture(lambda v=variant: v.forward(0), pool=pool, keep_output=False).replay]  # type: ignore[misc]
+        replays[str(number)] = [capture(partial(variant.forward, 0), pool=pool, keep_output=False).replay]
     times = interleave(replays, TUNE_ROUNDS)
     best = min(times, key=lambda name: times[name].median)
     return candidates[int(best)], f"best of {len(candidates)} tried on {ours.problem.case.name}"
@@ -166,20 +178,20 @@ def tune(ours: Ours, options: Options) -> tuple[MoKConfig, str]:
 
 def _times(
     problem: Problem, ours: Ours, calls: dict[str, list[baselines.Call]], options: Options, how: dict[str, Any]
-) -> list[Row]:
-    """forward_ms, and on closed cases trace_overhead_pct and the shares the same traced launches tell."""
-    case, sets = problem.case.name, range(len(problem.sets))
-    contestants: dict[str, list[Replay]] = {
-        "ours": [capture(lambda number=number: ours.forward(number)).replay for number in sets]  # type: ignore[misc]
-    }
+) -> tuple[list[Row], Conditions]:
+    """forward_ms with the clocks and power it was timed at; on closed cases also what tracing costs and what it shows."""
+    case = problem.case.name
+    mine = [partial(ours.forward, number) for number in range(len(problem.sets))]
+    contestants: dict[str, list[Replay]] = {}
+    for name, per_set in ({"ours": mine} | calls).items():
+        pool = torch.cuda.graph_pool_handle()
+        contestants[name] = [capture(call, pool=pool, keep_output=False).replay for call in per_set]
     traced = None
     if not problem.case.is_open:
         traced = overlap.traced(ours, ours.forward, len(problem.sets))
         contestants["traced"] = [graph.replay for graph in traced.graphs]
-    for name, per_set in calls.items():
-        pool = torch.cuda.graph_pool_handle()
-        contestants[name] = [capture(call, pool=pool, keep_output=False).replay for call in per_set]
-    times = interleave(contestants, options.rounds)
+    with Sampler(uuid=_uuid(problem.device)) as sampler:
+        times = interleave(contestants, options.rounds, min_seconds=MIN_SECONDS)
     compared = {name: samples for name, samples in times.items() if name in calls}
     rows = [_row(case, "forward_ms", times["ours"], compared, how)]
     if traced is not None:
@@ -189,7 +201,12 @@ def _times(
         off = overlap.overlap_off(ours.config, ours.capacity)
         without = overlap.traced(ours.on(off), ours.on(off).forward, 1)
         rows += _shares(case, traced, without, how)
-    return rows
+    return rows, sampler.conditions
+
+
+def _uuid(device: torch.device) -> str | None:
+    found = getattr(torch.cuda.get_device_properties(device), "uuid", None)
+    return None if found is None else str(found)
 
 
 def _shares(case: str, traced: overlap.Traced, without: overlap.Traced, how: dict[str, Any]) -> list[Row]:
@@ -219,8 +236,8 @@ def _schedule(problem: Problem, ours: Ours, options: Options, how: dict[str, Any
     contestants: dict[str, list[Replay]] = {"ours": [], "torch": []}
     for number, one in enumerate(problem.sets):
         builds: dict[str, Callable[[], Any]] = {
-            "ours": lambda number=number: ours.schedule(number),  # type: ignore[misc]
-            "torch": lambda one=one: sort_routes(one.top_experts, local),  # type: ignore[misc]
+            "ours": partial(ours.schedule, number),
+            "torch": partial(sort_routes, one.top_experts, local),
         }
         for name, build in builds.items():
             contestants[name].append(capture(many(build), pool=pool, keep_output=False).replay)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -54,7 +55,7 @@ def halves(ours: Ours) -> tuple[dict[str, Graph], list[Any]]:
     graphs = {}
     for mode in MODES:
         with options.mode(mode):
-            graphs[mode] = capture(lambda: ours.megakernel(0))
+            graphs[mode] = capture(partial(ours.megakernel, 0))
     graphs["everything"].replay()
     torch.cuda.synchronize()
     rows = graphs["everything"].output[0]
@@ -85,10 +86,10 @@ def traced(ours: Ours, call: Callable[[int], Any], num_sets: int, records: int =
     """`call(i)` captured with the in-kernel trace on; more records are taken when a launch dropped some."""
     from mok.engines.cuda import options
 
-    graphs, buffers = [], []
+    graphs, buffers, pool = [], [], torch.cuda.graph_pool_handle()
     for number in range(num_sets):
         with options.trace(records) as sink:
-            graphs.append(capture(lambda number=number: call(number)))  # type: ignore[misc]
+            graphs.append(capture(partial(call, number), pool=pool, keep_output=False))
         buffers.append(sink.buffers[-1])
         graphs[-1].replay()
     torch.cuda.synchronize()

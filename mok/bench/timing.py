@@ -7,6 +7,9 @@ ratio is taken round by round. Replays are queued back to back, so the device do
 
 from __future__ import annotations
 
+import gc
+import itertools
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -74,6 +77,7 @@ def capture(call: Callable[[], Any], *, pool: Any = None, keep_output: bool = Tr
     for _ in range(2):
         call()
     torch.cuda.synchronize()
+    gc.freeze()  # capturing collects garbage, which with torch loaded takes longer than all else here
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool):
         output = call()
@@ -85,20 +89,27 @@ def interleave(
     rounds: int,
     *,
     warmup: int = WARMUP_ROUNDS,
+    min_seconds: float = 0.0,
     event: Callable[[], Any] | None = None,
     synchronize: Callable[[], None] | None = None,
 ) -> dict[str, Samples]:
     """Milliseconds of every contestant in every round.
 
     contestants: name -> one replay per input set; round i uses set i mod their number and begins with contestant
-    i mod their number. event, synchronize: torch.cuda's unless given (a test's clock). Raises InputError for rounds < 1.
+    i mod their number. Rounds go on past `rounds` until `min_seconds` have passed.
+    event, synchronize: torch.cuda's unless given (a test's clock). Raises InputError for rounds < 1.
     """
     require(rounds >= 1, f"rounds must be >= 1, got {rounds}.")
     make = event or _cuda_event
     wait = synchronize or torch.cuda.synchronize
     names = list(contestants)
     times: dict[str, list[float]] = {name: [] for name in names}
-    for number in range(-warmup, rounds):
+    start = time.perf_counter()
+    for number in itertools.count(-warmup):
+        if number >= rounds and time.perf_counter() - start >= min_seconds:
+            break
+        if number == 0:
+            start = time.perf_counter()
         first = number % max(1, len(names))
         marks = []
         for name in names[first:] + names[:first]:
