@@ -180,9 +180,11 @@ def test_a_file_that_is_no_record_is_named_and_kept(tmp_path, text):
 
 
 def test_the_commit_of_a_checkout_and_of_a_copy(monkeypatch, tmp_path):
-    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
-    if head:
-        assert record.source_commit().removesuffix("-dirty") == head
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+
+    if Path(git("rev-parse", "--show-toplevel")) == ROOT:
+        assert record.source_commit().removesuffix("-dirty") == git("rev-parse", "HEAD")
     monkeypatch.setattr(record, "__file__", str(tmp_path / "mok/bench/record.py"))
     (tmp_path / "mok/bench").mkdir(parents=True)
     monkeypatch.delenv("MOK_COMMIT", raising=False)
