@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from mok.errors import require
+from mok.errors import is_int, named_arguments, require
 
 ROW_BLOCKS = (128, 256)
 COMBINE_ROUTES = ("comm", "epilogue")
 
 
+@named_arguments
 @dataclass(frozen=True, slots=True)
 class MoKConfig:
-    """How one MoE step is run. None of these fields changes a single bit of the result.
+    """How one MoE step is run. None of these fields changes a bit of the result; too small a capacity makes it a fault.
 
     The first six carry upstream's names and defaults. `minibatch_size` and `macrobatch_size` are rows of the
     schedule; `schedule_capacity_multiplier` is the worst share of all routes that may land on one rank.
@@ -35,17 +36,17 @@ class MoKConfig:
         for name in ("fwd_num_comm_sms", "bwd_num_comm_sms"):
             value = getattr(self, name)
             require(
-                isinstance(value, int) and value >= 2 and value % 2 == 0,
+                is_int(value) and value >= 2 and value % 2 == 0,
                 f"MoKConfig.{name} must be an even int >= 2, got {value!r}.",
             )
         require(self.row_block in ROW_BLOCKS, f"MoKConfig.row_block must be one of {ROW_BLOCKS}, got {self.row_block!r}.")
         block = self.row_block
         require(
-            isinstance(self.minibatch_size, int) and self.minibatch_size >= block and self.minibatch_size % block == 0,
+            is_int(self.minibatch_size) and self.minibatch_size >= block and self.minibatch_size % block == 0,
             f"MoKConfig.minibatch_size must be a positive multiple of row_block={block}, got {self.minibatch_size!r}.",
         )
         require(
-            isinstance(self.macrobatch_size, int)
+            is_int(self.macrobatch_size)
             and self.macrobatch_size >= self.minibatch_size
             and self.macrobatch_size % self.minibatch_size == 0,
             f"MoKConfig.macrobatch_size must be a multiple of minibatch_size={self.minibatch_size}, "

@@ -8,8 +8,14 @@ from __future__ import annotations
 
 import difflib
 import enum
+import functools
+import inspect
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+INT32_MAX = 2**31 - 1
 
 
 class MokError(Exception):
@@ -90,7 +96,7 @@ class FaultRecord:
             )
         if self.code is Fault.ROUTE_ID:
             return RouteError(
-                f"top_experts holds id {self.seen} on rank {self.rank}; allowed are -1 (no route) and 0..{self.need - 1}. "
+                f"top_experts holds id {_id(self.seen)} on rank {self.rank}; allowed are -1 (no route) and 0..{self.need - 1}. "
                 "Outputs of that step are NaN. Check the router for NaN logits.",
                 self,
             )
@@ -107,6 +113,13 @@ class FaultRecord:
         )
 
 
+def _id(seen: int) -> str:
+    """An expert id as the record keeps it: int32, with what lies outside clamped."""
+    if seen == INT32_MAX:
+        return f"{seen} or more"
+    return f"{seen} or less" if seen == -2 else str(seen)
+
+
 def nearest(name: str, allowed: Iterable[str]) -> str:
     """`, did you mean 'x'?` or an empty string."""
     close = difflib.get_close_matches(name, list(allowed), n=1, cutoff=0.5)
@@ -117,6 +130,27 @@ def unknown_name(what: str, name: str, allowed: Iterable[str]) -> InputError:
     """The error for a name that is not in `allowed`, with the nearest one."""
     names = sorted(allowed)
     return InputError(f"unknown {what} {name!r}{nearest(name, names) or '.'} Allowed: {', '.join(names)}.")
+
+
+def is_int(value: object) -> bool:
+    """True for ints that are not bools: True is no size."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def named_arguments(cls: type[T]) -> type[T]:
+    """Class decorator: an unknown keyword of the constructor raises InputError with the nearest name, not TypeError."""
+    original = cls.__init__
+    allowed = [name for name in inspect.signature(original).parameters if name != "self"]
+
+    @functools.wraps(original)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+        for name in kwargs:
+            if name not in allowed:
+                raise unknown_name(f"argument of {cls.__name__}", name, allowed)
+        original(self, *args, **kwargs)
+
+    cls.__init__ = checked  # type: ignore[method-assign]
+    return cls
 
 
 def require(ok: bool, message: str) -> None:

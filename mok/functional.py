@@ -15,9 +15,10 @@ import torch
 
 from mok import ops, step, validate
 from mok.config import MoKConfig
-from mok.errors import require
+from mok.context import Context, MoKForwardContext, VirtualContext
+from mok.errors import INT32_MAX, require
 from mok.schedule import MoKSchedule, VirtualSchedule
-from mok.step import MoKForwardContext, Schedule, Weight
+from mok.step import Schedule, Weight
 from mok.workspace import MoKWorkspace, clear_workspace_cache, create_workspace, get_workspace, validate_workspace_args
 
 __all__ = [
@@ -38,7 +39,6 @@ __all__ = [
 Tensor = torch.Tensor
 
 _IDS = (torch.int64, torch.int32)
-INT32_MAX = 2**31 - 1
 
 
 def build_schedule(workspace: MoKWorkspace, config: MoKConfig, top_experts: Tensor, *, num_local_experts: int) -> Schedule:
@@ -47,7 +47,7 @@ def build_schedule(workspace: MoKWorkspace, config: MoKConfig, top_experts: Tens
     top_experts i64 or i32 [T, K], -1 = no route. Raises InputError for what the host can judge; an id out of range or
     a capacity too small is recorded and raised by the next eager call on the workspace or by `workspace.check()`.
     """
-    with workspace.step():
+    with step.guard(workspace):
         validate.config(config)
         ranks = workspace.ranks
         validate.tensor("top_experts", top_experts, (None, workspace.topk), _IDS, workspace.device)
@@ -74,7 +74,8 @@ def build_schedule(workspace: MoKWorkspace, config: MoKConfig, top_experts: Tens
                 row_block=config.row_block,
                 fault=workspace.fault,
             )
-            schedules.append(MoKSchedule(*tables, routes_of[r], workspace.token_counts.clone()))
+            counts_now = workspace.token_counts.clone()
+            schedules.append(MoKSchedule(*tables, routes_of[r], counts_now, r, config.row_block))
         return schedules[0] if ranks.virtual is None else VirtualSchedule(tuple(schedules))
 
 
@@ -84,30 +85,30 @@ def forward(
     schedule: Schedule,
     x: Tensor,
     router_weights: Tensor,
-    w_shared_gate: Tensor | None,
-    w_shared_up: Tensor | None,
-    w_shared_down: Tensor | None,
-    w_routed_gate: Weight,
-    w_routed_up: Weight,
-    w_routed_down: Weight,
+    shared_gate_weights: Tensor | None,
+    shared_up_weights: Tensor | None,
+    shared_down_weights: Tensor | None,
+    routed_gate_weights: Weight,
+    routed_up_weights: Weight,
+    routed_down_weights: Weight,
     swiglu_limit: float | None = None,
     *,
     save_context: bool = True,
     shared_output_gate_weight: Tensor | None = None,
-) -> tuple[Tensor, MoKForwardContext | None]:
+) -> tuple[Tensor, Context | None]:
     """The MoE layer's forward: (out bf16 [T, H], context or None when `save_context` is False).
 
     x bf16 [T, H], router_weights f32 [T, K]; shared gate/up [I, H], down [H, I] bf16 or all None; routed gate/up
     [E, I, H], down [E, H, I] bf16, or (values, scales) pairs from `ops.mxfp8_quantize`; swiglu_limit clamps gate and
     up; shared_output_gate_weight bf16 [1, H] multiplies the shared output by sigmoid(x . w). Raises InputError.
     """
-    with workspace.step():
+    with step.guard(workspace):
         validate.config(config)
         validate.swiglu_limit(swiglu_limit)
         size, device = workspace.hidden_size, workspace.device
-        shared = validate.shared_weights((w_shared_gate, w_shared_up, w_shared_down), size, device)
-        weights = {"w_routed_gate": w_routed_gate, "w_routed_up": w_routed_up, "w_routed_down": w_routed_down}
-        precision, routed = step.routed(workspace, schedule, weights)
+        shared = validate.shared_weights((shared_gate_weights, shared_up_weights, shared_down_weights), size, device)
+        weights = (routed_gate_weights, routed_up_weights, routed_down_weights)
+        precision, routed = step.routed(workspace, config, schedule, weights)
         counts = step.inputs(workspace, schedule, x, router_weights, shared_output_gate_weight, shared)
         step.load(workspace, workspace.x, x, counts)
         step.barrier(workspace, schedule, workspace.x, "publish")
@@ -150,11 +151,19 @@ def forward(
             outputs.append(
                 ops.fwd_epilogue(y_shared, slots, router_weights[rows], step.visible(part, workspace, r), part.num_tokens)
             )
-        context_out = None
+        saved = None
         if save_context:
-            keep = (tuple(gated), tuple(gates)) if shared_output_gate_weight is not None else (None, None)
-            context_out = MoKForwardContext(precision, tuple(contexts), *keep)
-        return step.packed(outputs), context_out
+            parts = []
+            for index, r in enumerate(workspace.ranks.local):
+                extra = {"y_shared": gated[index], "output_gate": gates[index]} if gates else {}
+                key = step.schedule_key(step.of_rank(schedule, workspace, r))
+                parts.append(
+                    MoKForwardContext.of(
+                        precision, contexts[index], swiglu_limit=swiglu_limit, schedule_key=key, index=r, **extra
+                    )
+                )
+            saved = parts[0] if workspace.ranks.virtual is None else VirtualContext(tuple(parts))
+        return step.packed(outputs), saved
 
 
 def recompute_forward_context(
@@ -162,19 +171,19 @@ def recompute_forward_context(
     workspace: MoKWorkspace,
     schedule: Schedule,
     x: Tensor,
-    w_shared_gate: Tensor | None,
-    w_shared_up: Tensor | None,
-    w_routed_gate: Weight,
-    w_routed_up: Weight,
+    shared_gate_weights: Tensor | None,
+    shared_up_weights: Tensor | None,
+    routed_gate_weights: Weight,
+    routed_up_weights: Weight,
     swiglu_limit: float | None = None,
-) -> MoKForwardContext:
+) -> Context:
     """The context `forward` would have saved, rebuilt without down projections (manual activation checkpointing)."""
-    with workspace.step():
+    with step.guard(workspace):
         validate.config(config)
         validate.swiglu_limit(swiglu_limit)
         size, device = workspace.hidden_size, workspace.device
-        shared = validate.shared_weights((w_shared_gate, w_shared_up), size, device)
-        precision, routed = step.routed(workspace, schedule, {"w_routed_gate": w_routed_gate, "w_routed_up": w_routed_up})
+        shared = validate.shared_weights((shared_gate_weights, shared_up_weights), size, device)
+        precision, routed = step.routed(workspace, config, schedule, (routed_gate_weights, routed_up_weights))
         counts = step.inputs(workspace, schedule, x, None, None, shared)
         step.load(workspace, workspace.x, x, counts)
         step.barrier(workspace, schedule, workspace.x, "publish")
@@ -197,24 +206,25 @@ def recompute_forward_context(
                 config.row_block,
                 precision,
             )
-            contexts.append(tuple(context))
-        return MoKForwardContext(precision, tuple(contexts))
+            key = step.schedule_key(part)
+            contexts.append(MoKForwardContext.of(precision, tuple(context), swiglu_limit=swiglu_limit, schedule_key=key, index=r))
+        return contexts[0] if workspace.ranks.virtual is None else VirtualContext(tuple(contexts))
 
 
 def backward(
     config: MoKConfig,
     workspace: MoKWorkspace,
     schedule: Schedule,
-    context: MoKForwardContext,
-    d_out: Tensor,
+    forward_context: Context,
+    grad_output: Tensor,
     x: Tensor,
     router_weights: Tensor,
-    w_shared_gate: Tensor | None,
-    w_shared_up: Tensor | None,
-    w_shared_down: Tensor | None,
-    w_routed_gate: Weight,
-    w_routed_up: Weight,
-    w_routed_down: Weight,
+    shared_gate_weights: Tensor | None,
+    shared_up_weights: Tensor | None,
+    shared_down_weights: Tensor | None,
+    routed_gate_weights: Weight,
+    routed_up_weights: Weight,
+    routed_down_weights: Weight,
     swiglu_limit: float | None = None,
     *,
     main_grads: tuple[Tensor | None, ...] | None = None,
@@ -223,41 +233,48 @@ def backward(
 ) -> tuple[Tensor | None, ...]:
     """The layer's backward: (d_x, d_router_weights, d_routed gate, up, down, d_shared gate, up, down[, d_output_gate]).
 
-    d_out bf16 [T, H]; the rest as in `forward`. In mxfp8 gate and up are the four tensors of `ops.mxfp8_quantize`,
+    grad_output bf16 [T, H]; the rest as in `forward`. In mxfp8 gate and up are the four tensors of `ops.mxfp8_quantize`,
     down the transposed pair. d_x, weight gradients bf16, d_router_weights f32 [T, K] (exact for every weight; 0 where
     the id is -1), d_output_gate f32 [1, H]. `main_grads` (routed gate, up, down, shared gate, up, down; f32 or bf16
     or None each) take one add per chain, and those gradients are returned as None. Shared gradients are None without
-    a shared expert. Raises InputError, and WorkspaceError when `context` was used before.
+    a shared expert. Raises InputError, and WorkspaceError when `forward_context` was used before.
     """
-    with workspace.step():
+    with step.guard(workspace):
         validate.config(config)
         validate.swiglu_limit(swiglu_limit)
         size, device = workspace.hidden_size, workspace.device
-        shared = validate.shared_weights((w_shared_gate, w_shared_up, w_shared_down), size, device)
-        weights = {"w_routed_gate": w_routed_gate, "w_routed_up": w_routed_up, "w_routed_down": w_routed_down}
-        precision, routed = step.routed(workspace, schedule, weights, backward=True)
+        shared = validate.shared_weights((shared_gate_weights, shared_up_weights, shared_down_weights), size, device)
+        weights = (routed_gate_weights, routed_up_weights, routed_down_weights)
+        precision, routed = step.routed(workspace, config, schedule, weights, backward=True)
         counts = step.inputs(workspace, schedule, x, router_weights, shared_output_gate_weight, shared)
-        validate.tensor("d_out", d_out, tuple(x.shape), (torch.bfloat16,), device)
+        validate.tensor("grad_output", grad_output, tuple(x.shape), (torch.bfloat16,), device)
         mains = step.main_grads(workspace, schedule, main_grads, routed, shared)
         validate.output_gate_main_grad(shared_output_gate_main_grad, shared_output_gate_weight, device)
-        local = workspace.ranks.local
-        rings = [step.ring(config, step.of_rank(schedule, workspace, r)) for r in local]
-        tokens = [counts[r] for r in local]
-        step.check_context(context, precision, shared_output_gate_weight, rings, tokens, shared is not None)
+        saved = step.check_context(
+            forward_context,
+            workspace,
+            schedule,
+            config,
+            precision,
+            shared_output_gate_weight,
+            swiglu_limit,
+            counts,
+            shared is not None,
+        )
         step.load(workspace, workspace.x, x, counts)
-        step.load(workspace, workspace.d_y, d_out, counts)
+        step.load(workspace, workspace.d_y, grad_output, counts)
         step.load(workspace, workspace.router_weight, router_weights, counts)
         for buffers in (workspace.x, workspace.d_y, workspace.router_weight):
             step.barrier(workspace, schedule, buffers, "publish")
         run = ops.dispatch_mlp_swiglu_combine_bwd_bf16 if precision == "bf16" else ops.dispatch_mlp_swiglu_combine_bwd_mxfp8
-        gate = step.OutputGate(context, shared_output_gate_weight, shared, swiglu_limit)
+        gate = step.OutputGate(saved, shared_output_gate_weight, shared, swiglu_limit)
         parts: list[list[Tensor]] = []
         for index, r in enumerate(workspace.ranks.local):
             part = step.of_rank(schedule, workspace, r)
             rows = slice(0, counts[r])
             d_y_shared = gate.backward(index, workspace.d_y[r][rows], workspace.x[r][rows])
             grads = run(
-                list(context.tensors[index]),
+                list(saved[index].tensors()),
                 workspace.x,
                 workspace.d_y,
                 workspace.router_weight,

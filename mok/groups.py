@@ -12,13 +12,13 @@ import datetime
 import math
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from mok.errors import CapabilityError, Fault, FaultRecord, InputError, PeerTimeoutError, require
+from mok.errors import CapabilityError, Fault, FaultRecord, InputError, PeerTimeoutError, is_int, named_arguments, require
 
 DEFAULT_PEER_TIMEOUT_S = 600.0
 
@@ -34,6 +34,7 @@ def peer_timeout_s() -> float:
     return seconds
 
 
+@named_arguments
 @dataclass(frozen=True)
 class VirtualGroup:
     """`ep` ranks in one process. Calls take and return exactly EP=1's tensors; changing `ep` changes no argument.
@@ -44,19 +45,23 @@ class VirtualGroup:
 
     ep: int = 1
     token_counts: tuple[int, ...] | None = None
+    _: KW_ONLY
     only: int | None = None
 
     def __post_init__(self) -> None:
         """Raises InputError: ep < 1, wrong number of counts, negative counts, `only` out of range."""
-        require(isinstance(self.ep, int) and self.ep >= 1, f"VirtualGroup ep must be an int >= 1, got {self.ep!r}.")
+        require(is_int(self.ep) and self.ep >= 1, f"VirtualGroup ep must be an int >= 1, got {self.ep!r}.")
         if self.token_counts is not None:
-            counts = tuple(self.token_counts)
+            counts = self.token_counts
             require(
-                len(counts) == self.ep and all(isinstance(c, int) and c >= 0 for c in counts),
-                f"VirtualGroup token_counts must be {self.ep} ints >= 0, got {self.token_counts!r}.",
+                isinstance(counts, (tuple, list)) and len(counts) == self.ep and all(is_int(c) and c >= 0 for c in counts),
+                f"VirtualGroup token_counts must be {self.ep} ints >= 0, got {counts!r}.",
             )
-            object.__setattr__(self, "token_counts", counts)
-        require(self.only is None or 0 <= self.only < self.ep, f"VirtualGroup only must be in [0, {self.ep}), got {self.only!r}.")
+            object.__setattr__(self, "token_counts", tuple(counts))
+        require(
+            self.only is None or (is_int(self.only) and 0 <= self.only < self.ep),
+            f"VirtualGroup only must be in [0, {self.ep}), got {self.only!r}.",
+        )
 
     def split(self, num_tokens: int) -> tuple[int, ...]:
         """Tokens of each rank for a packed batch of `num_tokens`. Raises InputError when the counts do not add up."""

@@ -16,12 +16,12 @@ from torch.autograd.function import once_differentiable
 
 from mok import engines, functional, ops, validate
 from mok.config import MoKConfig
-from mok.errors import WorkspaceError, require, unknown_name
+from mok.errors import WorkspaceError, named_arguments, require, unknown_name
 from mok.groups import VirtualGroup, ranks_of
 from mok.routing import Routing, sigmoid_group_topk, softmax_topk
-from mok.schedule import MoKSchedule, VirtualSchedule
+from mok.saved import flatten, unflatten
 from mok.shapes import MoEShape
-from mok.step import MoKForwardContext, local_experts
+from mok.step import local_experts
 from mok.workload import PRECISIONS, ROUTERS
 from mok.workspace import MoKWorkspace, get_workspace
 
@@ -42,6 +42,7 @@ class _Settings:
     save: bool
     recompute: bool
     main_grads: tuple[Tensor | None, ...] | None
+    gate_main_grad: Tensor | None
 
 
 class _Experts(torch.autograd.Function):
@@ -71,9 +72,7 @@ class _Experts(torch.autograd.Function):
         )
         if s.save:
             ctx.settings = s
-            ctx.virtual = isinstance(schedule, VirtualSchedule)
-            parts = schedule.ranks if isinstance(schedule, VirtualSchedule) else (schedule,)
-            saved, ctx.layout = _flatten(parts, context)
+            saved, ctx.layout = flatten(schedule, context, s.swiglu_limit)
             ctx.num_inputs = 2 + len(weights)
             ctx.save_for_backward(x, router_weights, *weights, *saved)
             ctx.used = False
@@ -99,8 +98,7 @@ class _Experts(torch.autograd.Function):
         x, router_weights, *rest = ctx.saved_tensors
         weights, saved = rest[: ctx.num_inputs - 2], rest[ctx.num_inputs - 2 :]
         sg, su, sd, rg, ru, rd, gate = weights
-        parts, context = _unflatten(saved, ctx.layout)
-        schedule = VirtualSchedule(parts) if ctx.virtual else parts[0]
+        schedule, context = unflatten(saved, ctx.layout)
         if context is None:
             gate_weight, up_weight, _ = _forward_weights(s.precision, rg, ru, rd)
             context = functional.recompute_forward_context(
@@ -121,6 +119,7 @@ class _Experts(torch.autograd.Function):
             s.swiglu_limit,
             main_grads=s.main_grads,
             shared_output_gate_weight=gate,
+            shared_output_gate_main_grad=s.gate_main_grad,
         )
         d_x, d_router, d_rg, d_ru, d_rd, d_sg, d_su, d_sd, *extra = grads
         d_gate = extra[0].to(gate.dtype) if extra and extra[0] is not None else None
@@ -145,50 +144,6 @@ def _backward_weights(precision: str, gate: Any, up: Any, down: Any) -> tuple[An
     )
 
 
-@dataclass(frozen=True)
-class _Layout:
-    """How the saved tensors are cut: schedules, then context tensors per rank, then gated outputs and gates."""
-
-    num_ranks: int
-    precision: str | None
-    context_size: int
-    gated: bool
-
-
-def _flatten(parts: tuple[MoKSchedule, ...], context: MoKForwardContext | None) -> tuple[list[Tensor], _Layout]:
-    flat: list[Tensor] = []
-    for part in parts:
-        flat += [
-            part.peer_rank,
-            part.peer_token_idx,
-            part.num_tokens,
-            part.tokens_per_expert,
-            part.top_experts,
-            part.token_counts,
-        ]
-    if context is None:
-        return flat, _Layout(len(parts), None, 0, False)
-    for tensors in context.tensors:
-        flat += tensors
-    gated = context.y_shared is not None and context.output_gate is not None
-    if context.y_shared is not None and context.output_gate is not None:
-        flat += [*context.y_shared, *context.output_gate]
-    return flat, _Layout(len(parts), context.precision, len(context.tensors[0]), gated)
-
-
-def _unflatten(flat: list[Tensor], layout: _Layout) -> tuple[tuple[MoKSchedule, ...], MoKForwardContext | None]:
-    ranks, size = layout.num_ranks, layout.context_size
-    schedules = tuple(MoKSchedule(*flat[6 * r : 6 * r + 6]) for r in range(ranks))
-    if layout.precision is None:
-        return schedules, None
-    rest = flat[6 * ranks :]
-    tensors = tuple(tuple(rest[size * r : size * (r + 1)]) for r in range(ranks))
-    tail = rest[size * ranks :]
-    if not layout.gated:
-        return schedules, MoKForwardContext(layout.precision, tensors)
-    return schedules, MoKForwardContext(layout.precision, tensors, tuple(tail[:ranks]), tuple(tail[ranks:]))
-
-
 class _RouterLogits(torch.autograd.Function):
     """f32 logits [T, E] = x bf16 [T, H] . weight f32 [E, H], in 128-row blocks."""
 
@@ -206,6 +161,7 @@ class _RouterLogits(torch.autograd.Function):
         return d_x, d_weight
 
 
+@named_arguments
 class MoELayer(nn.Module):
     """A mixture-of-experts layer: y = shared(x) + sum_k w_k * expert_k(x), over any group and engine.
 
@@ -237,6 +193,7 @@ class MoELayer(nn.Module):
         dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
+        device = validate.device(device)
         for what, value, allowed in (("precision", precision, PRECISIONS), ("router", router, ROUTERS)):
             if value not in allowed:
                 raise unknown_name(what, value, allowed)
@@ -333,7 +290,15 @@ class MoELayer(nn.Module):
         tensors = [x, router_weights, *(w for w in weights if w is not None)]
         save = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
         settings = _Settings(
-            self.config, workspace, held, self.precision, self.swiglu_limit, save, self.recompute, self._main_grads()
+            self.config,
+            workspace,
+            held,
+            self.precision,
+            self.swiglu_limit,
+            save,
+            self.recompute,
+            self._main_grads(),
+            getattr(self.w_output_gate, "main_grad", None) if self.fuse_main_grad else None,
         )
         out: Tensor = _Experts.apply(settings, top_experts, x, router_weights, *weights)  # type: ignore[no-untyped-call]
         return out

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from mok import acceptance, digest, engines, functional, ops, routing
+from mok import acceptance, digest, engines, functional, ops, routing, validate
 from mok.bounds import Bound, bound
 from mok.config import MoKConfig
 from mok.engines.oracle import LayerInputs
-from mok.errors import InputError, require
+from mok.errors import InputError, is_int, require
 from mok.groups import VirtualGroup
 from mok.measurement import Measurement, Timing
 from mok.session.device import device_facts, memory_bytes
@@ -45,7 +45,7 @@ def layer_of(workload: Workload) -> tuple[MoEShape, VirtualGroup]:
     """The shape and group a workload runs on here: its own, or one rank's closed slice (E/EP experts, one rank)."""
     shape = workload.shape
     if workload.ranks != "closed":
-        return shape, VirtualGroup(workload.ep, workload.token_counts, workload.open_rank)
+        return shape, VirtualGroup(workload.ep, workload.token_counts, only=workload.open_rank)
     local = shape.num_experts // workload.ep
     require(
         shape.top_k <= local,
@@ -219,9 +219,12 @@ def run(workload: Workload, *, repeats: int = 20, warmup: int = 2, check: bool =
     rules of `mok.acceptance` (small shapes; not for ranks="open(r)", whose output is incomplete). Raises InputError,
     CapabilityError for an engine that is not there, and the named error of a fault (capacity, ids, time-out).
     """
-    require(repeats >= 1 and warmup >= 0, f"repeats must be >= 1 and warmup >= 0, got {repeats} and {warmup}.")
+    require(
+        is_int(repeats) and is_int(warmup) and repeats >= 1 and warmup >= 0,
+        f"repeats must be >= 1 and warmup >= 0, got {repeats!r} and {warmup!r}.",
+    )
     require(not check or workload.open_rank is None, "check=True needs a complete output; ranks='open(r)' has none.")
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = str(validate.device(device or ("cuda" if torch.cuda.is_available() else "cpu")))
     engine = engines.resolve(workload.engine, torch.device(device).type)
     with engines.use(engine):
         inputs = make_inputs(workload, device)

@@ -6,6 +6,7 @@ torch can see. Symbols: T tokens of this rank, K top-k, H hidden, I intermediate
 cap schedule rows, ring macrobatch ring rows.
 """
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -31,7 +32,7 @@ def all_gather_top_experts(
     count = top_experts.shape[0]
     buffer[rank].fill_(-1)
     buffer[rank, :count].copy_(top_experts)
-    token_counts[rank] = count
+    token_counts[rank].fill_(count)  # a kernel, not a host copy: no sync, and it can be captured
     ranks = workspace.lookup(handle).ranks
     ranks.publish(list(token_counts.unsqueeze(1).unbind(0)), f"token counts, {agreement}" if agreement else "token counts")
     ranks.publish(list(buffer.unbind(0)), "routes")
@@ -67,8 +68,9 @@ def _schedule(
     fault: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     engine = engines.active(topk_all.device.type)
-    *tables, record = engine.schedule(topk_all, num_local_experts, schedule_capacity, rank, token_counts, row_block)
-    if fault.numel() and int(fault[0]) == 0:  # the first fault stays: later ones may be its consequence
+    with engines.faults_to(fault, topk_all.device.type) if fault.numel() else contextlib.nullcontext(True) as stored:
+        *tables, record = engine.schedule(topk_all, num_local_experts, schedule_capacity, rank, token_counts, row_block)
+    if not stored and int(fault[0]) == 0:  # the first fault stays: later ones may be its consequence
         fault.copy_(record)
     return tuple(tables)
 

@@ -1,8 +1,9 @@
 """Who goes where: the order of rows that makes every bit of the layer independent of EP and of configuration.
 
 An expert's rows are sorted by `(g mod 64, g div 64)` with `g = global_token * K + k`, where a global token is the
-prefix of the ranks' token counts plus the local index. The rule does not know EP, yet neighbouring rows come from
-all source ranks, so a dispatch never drains one rank at a time. Upstream's names and shapes, not its row order.
+prefix of the ranks' token counts plus the local index. The rule does not know EP, yet 128 rows of a busy expert come
+from nearly all source ranks (5 to 8 of 8), so a dispatch never drains one rank at a time. Upstream's names and shapes,
+not its row order.
 
 Every rank holds all gathered routes and computes every rank's need, so all ranks reach the same verdict about a
 fault (a row too many, an id out of range) without talking.
@@ -16,7 +17,7 @@ import torch
 
 from mok.errors import Fault, InputError, require
 
-INTERLEAVE = 64  # rows g, g+64, ... stay together: at EP <= 64 neighbours come from different source ranks
+INTERLEAVE = 64  # rows g, g+64, ... stay together: 64 passes over all tokens, each touching every source rank
 FAULT_WORDS = 8  # i64 words of a fault record: code, rank, place, seen, need, three spare
 
 Tensor = torch.Tensor
@@ -29,7 +30,7 @@ class MoKSchedule:
     peer_rank i32 [capacity]: source rank of each row, -1 = pad. peer_token_idx i32 [capacity]: token*K + k in the
     source rank (also the row's combine slot there). num_tokens i32 [1]: rows in use, pads included, or minus a
     `Fault` code. tokens_per_expert i32 [Eloc]: rows per expert, pads included. top_experts i32 [T, K]: this rank's
-    own routes. token_counts i32 [EP].
+    own routes. token_counts i32 [EP]. index: whose schedule this is; row_block: rows an expert is padded to.
     """
 
     peer_rank: Tensor
@@ -38,10 +39,13 @@ class MoKSchedule:
     tokens_per_expert: Tensor
     top_experts: Tensor
     token_counts: Tensor
+    index: int = 0
+    row_block: int = 128
 
     def rank(self, r: int) -> MoKSchedule:
-        """Itself: a schedule of one process has one rank. `VirtualSchedule.rank` is its counterpart."""
-        del r
+        """Itself, for this process's rank. Raises InputError for another one."""
+        if r != self.index:
+            raise InputError(f"this process holds the schedule of rank {self.index}, not of rank {r!r}.")
         return self
 
 
@@ -52,8 +56,11 @@ class VirtualSchedule:
     ranks: tuple[MoKSchedule, ...]
 
     def rank(self, r: int) -> MoKSchedule:
-        """Rank r's schedule, in upstream's shapes."""
-        return self.ranks[r]
+        """Rank r's schedule, in upstream's shapes. Raises InputError for a rank that does not run here."""
+        for part in self.ranks:
+            if part.index == r:
+                return part
+        raise InputError(f"this schedule holds ranks {[part.index for part in self.ranks]}, not rank {r!r}.")
 
 
 def row_order(global_route: Tensor, num_routes: int) -> Tensor:
@@ -116,7 +123,7 @@ def build(
     token_counts: Tensor | None = None,
     row_block: int = 128,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """One rank's schedule by a stable counting sort; plain torch, no host read, any device.
+    """One rank's schedule by a stable sort over (expert, order key); plain torch, no host read, any device.
 
     topk_all i32/i64 [EP, T, K] (rows past a rank's count are ignored, -1 = no route), token_counts i32 [EP] or None
     (all T). Returns peer_rank, peer_token_idx i32 [capacity], num_tokens i32 [1], tokens_per_expert i32 [Eloc] and

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mok.errors import require, unknown_name
+from mok.errors import is_int, named_arguments, require, unknown_name
 
 
+@named_arguments
 @dataclass(frozen=True, slots=True)
 class MoEShape:
     """One MoE layer: `num_experts` SwiGLU MLPs of [hidden -> intermediate -> hidden], `top_k` of them per token.
@@ -24,7 +25,8 @@ class MoEShape:
         """Raises InputError: sizes below 1, K > E, hidden or intermediate not a multiple of 64."""
         for name in ("hidden", "intermediate", "num_experts", "top_k"):
             value = getattr(self, name)
-            require(isinstance(value, int) and value >= 1, f"MoEShape.{name} must be an int >= 1, got {value!r}.")
+            require(is_int(value) and value >= 1, f"MoEShape.{name} must be an int >= 1, got {value!r}.")
+        require(isinstance(self.shared, bool), f"MoEShape.shared must be True or False, got {self.shared!r}.")
         require(self.top_k <= self.num_experts, f"top_k={self.top_k} exceeds num_experts={self.num_experts}; lower top_k.")
         for name in ("hidden", "intermediate"):
             value = getattr(self, name)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import contextlib
 
 import torch
 
 from mok import ops, validate
 from mok.config import MoKConfig
-from mok.errors import InputError, WorkspaceError, require
+from mok.context import Context, MoKForwardContext, parts_of
+from mok.errors import InputError, require
 from mok.schedule import MoKSchedule, VirtualSchedule
 from mok.workspace import MoKWorkspace
 
@@ -19,31 +19,11 @@ Schedule = MoKSchedule | VirtualSchedule
 Counts = dict[int, int]
 
 
-@dataclass
-class MoKForwardContext:
-    """What forward leaves for one backward: per local rank, the tensors of macrobatch 0 (see `torch_engine._context`).
-
-    `tensors[i]` belongs to the i-th local rank: bf16 (x_routed [ring,H], gate_shared [T,I], gate_routed [ring,I],
-    up_shared, up_routed); in mxfp8 x_routed, gate_routed and up_routed are (values, scales) pairs. Upstream's hidden
-    tensors are not kept: backward recomputes them from gate and up. `y_shared` and `output_gate` are there with an
-    output gate. A context serves one backward.
-    """
-
-    precision: str
-    tensors: tuple[tuple[Tensor, ...], ...]
-    y_shared: tuple[Tensor, ...] | None = None
-    output_gate: tuple[Tensor, ...] | None = None
-    consumed: bool = field(default=False, compare=False)
-
-    def consume(self) -> None:
-        """Mark as used by a backward. Raises WorkspaceError the second time: replay may have overwritten it."""
-        if self.consumed:
-            raise WorkspaceError("this forward context was already used by a backward; run forward (or recompute) again.")
-        self.consumed = True
-
-    def rank(self, r: int) -> tuple[Tensor, ...]:
-        """The tensors of local rank r, in upstream's shapes."""
-        return self.tensors[r]
+def guard(workspace: object) -> contextlib.AbstractContextManager[None]:
+    """The workspace's guard of one call. Raises InputError for what is no workspace."""
+    if not isinstance(workspace, MoKWorkspace):
+        raise InputError(f"workspace must come from get_workspace or create_workspace, got {type(workspace).__name__}.")
+    return workspace.step()
 
 
 def local_experts(workspace: MoKWorkspace, num_local_experts: int) -> int:
@@ -64,8 +44,8 @@ def local_experts(workspace: MoKWorkspace, num_local_experts: int) -> int:
 
 def of_rank(schedule: Schedule, workspace: MoKWorkspace, r: int) -> MoKSchedule:
     """Rank r's schedule."""
-    index = workspace.ranks.local.index(r)
-    return schedule.ranks[index] if isinstance(schedule, VirtualSchedule) else schedule
+    del workspace
+    return schedule.rank(r)
 
 
 def check_schedule(schedule: object, workspace: MoKWorkspace) -> None:
@@ -88,6 +68,16 @@ def check_schedule(schedule: object, workspace: MoKWorkspace) -> None:
     require(seen == topk, f"the schedule was built for topk={seen}, but the workspace has topk={topk}.")
 
 
+def check_row_block(schedule: Schedule, config: MoKConfig) -> None:
+    """Raise InputError when experts were padded to other blocks than the kernels will walk."""
+    parts = schedule.ranks if isinstance(schedule, VirtualSchedule) else (schedule,)
+    made = parts[0].row_block
+    require(
+        made == config.row_block,
+        f"the schedule was built with row_block={made}, but this config has {config.row_block}; pass the same MoKConfig.",
+    )
+
+
 def held_experts(schedule: Schedule, workspace: MoKWorkspace) -> int:
     """Experts whose weights this process holds (all of them in a VirtualGroup)."""
     per_rank = int(of_rank(schedule, workspace, workspace.ranks.local[0]).tokens_per_expert.shape[0])
@@ -95,10 +85,11 @@ def held_experts(schedule: Schedule, workspace: MoKWorkspace) -> int:
 
 
 def routed(
-    workspace: MoKWorkspace, schedule: Schedule, weights: Mapping[str, object], backward: bool = False
+    workspace: MoKWorkspace, config: MoKConfig, schedule: Schedule, weights: tuple[object, ...], backward: bool = False
 ) -> tuple[str, tuple[Tensor, ...]]:
     """(precision, flat tensors) of the routed weights after checking them against schedule and workspace."""
     check_schedule(schedule, workspace)
+    check_row_block(schedule, config)
     experts = held_experts(schedule, workspace)
     return validate.routed_weights(weights, experts, workspace.hidden_size, workspace.device, backward)
 
@@ -216,39 +207,69 @@ def local_mains(mains: tuple[Tensor | None, ...], workspace: MoKWorkspace, r: in
     return [*cut, *mains[3:]]
 
 
+def schedule_key(part: MoKSchedule) -> int | None:
+    """What tells one schedule from another in eager code; None while a compiler traces."""
+    return None if torch.compiler.is_compiling() else part.peer_rank.data_ptr()
+
+
 def check_context(
-    context: MoKForwardContext, precision: str, output_gate: Tensor | None, rings: list[int], tokens: list[int], shared: bool
-) -> None:
-    """Raise unless `context` fits this backward, and consume it. `rings`, `tokens`: ring rows and tokens of each local rank."""
-    if not isinstance(context, MoKForwardContext):
-        raise InputError(f"context must come from forward or recompute_forward_context, got {type(context).__name__}.")
+    context: Context,
+    workspace: MoKWorkspace,
+    schedule: Schedule,
+    config: MoKConfig,
+    precision: str,
+    output_gate: Tensor | None,
+    swiglu_limit: float | None,
+    counts: Counts,
+    shared: bool,
+) -> list[MoKForwardContext]:
+    """The local ranks' contexts, consumed. Raises unless each belongs to this forward: a wrong one gives wrong gradients."""
+    found = parts_of(context)
+    local = workspace.ranks.local
     require(
-        context.precision == precision,
-        f"the context was saved in {context.precision}, but the routed weights are {precision}.",
+        tuple(part.index for part in found) == local,
+        f"forward_context holds ranks {[part.index for part in found]}, but this workspace runs {list(local)}; pass this "
+        "forward's context.",
     )
-    require(
-        len(context.tensors) == len(rings),
-        f"the context holds {len(context.tensors)} ranks, but this workspace runs {len(rings)}; pass this forward's context.",
-    )
-    ring_axis, gate_shared = (0, 1) if precision == "bf16" else (1, 2)  # mxfp8 keeps the rows' transposed copy
-    for tensors, ring_rows, count in zip(context.tensors, rings, tokens, strict=True):
-        saved, made_for = int(tensors[0].shape[ring_axis]), int(tensors[gate_shared].shape[0])
+    for saved, r in zip(found, local, strict=True):
+        part = of_rank(schedule, workspace, r)
         require(
-            saved == ring_rows,
-            f"the context holds a ring of {saved} rows, but this config and schedule need {ring_rows}; pass the same MoKConfig "
+            saved.precision == precision,
+            f"forward_context was saved in {saved.precision}, but the routed weights are {precision}.",
+        )
+        require(
+            saved.swiglu_limit == swiglu_limit,
+            f"forward ran with swiglu_limit={saved.swiglu_limit}, but backward got {swiglu_limit}; pass the same one.",
+        )
+        require(
+            output_gate is not None or saved.output_gate is None,
+            "forward used shared_output_gate_weight; pass the same one to backward.",
+        )
+        rows, needed = _ring_of(saved), ring(config, part)
+        require(
+            rows == needed,
+            f"forward_context holds a ring of {rows} rows, but this config and schedule need {needed}; pass the same MoKConfig "
             "and schedule to forward and backward.",
         )
-        if shared and made_for != count:
+        if shared and saved.gate_shared.shape[0] != counts[r]:
             raise InputError(
-                f"the context holds the shared expert of {made_for} tokens, but this call has {count}; pass the context of "
-                "this forward."
+                f"forward_context holds the shared expert of {saved.gate_shared.shape[0]} tokens, but this call has "
+                f"{counts[r]}; pass the context of this forward."
             )
-    require(
-        output_gate is not None or context.output_gate is None,
-        "forward used shared_output_gate_weight; pass the same one to backward.",
-    )
+        key = schedule_key(part)
+        require(
+            key is None or saved.schedule_key is None or key == saved.schedule_key,
+            f"forward_context of rank {r} was saved with another schedule; pass forward's schedule to backward.",
+        )
     if not torch.compiler.is_compiling():
-        context.consume()
+        for saved in found:
+            saved.consume()
+    return list(found)
+
+
+def _ring_of(saved: MoKForwardContext) -> int:
+    """Ring rows of a context; mxfp8 keeps the rows' transposed copy."""
+    return int(saved.x_routed[0].shape[1] if isinstance(saved.x_routed, tuple) else saved.x_routed.shape[0])
 
 
 def router_gradient(values: Tensor, top_experts: Tensor, status: Tensor) -> Tensor:
@@ -261,9 +282,9 @@ class OutputGate:
     """The shared expert's output gate in backward; without one it passes d_y and d_x through."""
 
     def __init__(
-        self, context: MoKForwardContext, weight: Tensor | None, shared: tuple[Tensor, ...] | None, limit: float | None
+        self, saved: list[MoKForwardContext], weight: Tensor | None, shared: tuple[Tensor, ...] | None, limit: float | None
     ) -> None:
-        self.context, self.weight, self.shared, self.limit = context, weight, shared, limit
+        self.saved, self.weight, self.shared, self.limit = saved, weight, shared, limit
         self.d_logits: list[Tensor] = []
         self.d_weights: list[Tensor] = []
 
@@ -280,13 +301,12 @@ class OutputGate:
 
     def _saved(self, index: int, x: Tensor) -> tuple[Tensor, Tensor]:
         """(y_shared, gate) as saved, or recomputed from the context's shared gate and up."""
-        if self.context.y_shared is not None and self.context.output_gate is not None:
-            return self.context.y_shared[index], self.context.output_gate[index]
+        saved = self.saved[index]
+        if saved.y_shared is not None and saved.output_gate is not None:
+            return saved.y_shared, saved.output_gate
         assert self.shared is not None
         assert self.weight is not None
-        tensors = self.context.tensors[index]
-        gate_shared, up_shared = (tensors[1], tensors[3]) if self.context.precision == "bf16" else (tensors[2], tensors[5])
-        y_shared = ops.shared_output(gate_shared, up_shared, self.shared[2], self.limit)
+        y_shared = ops.shared_output(saved.gate_shared, saved.up_shared, self.shared[2], self.limit)
         return y_shared, ops.output_gate_fwd(x, self.weight, y_shared)[1]
 
     def add_to(self, index: int, d_x_shared: Tensor) -> Tensor:

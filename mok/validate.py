@@ -7,10 +7,11 @@ from collections.abc import Mapping
 import torch
 
 from mok.config import MoKConfig
-from mok.errors import InputError, require
+from mok.errors import CapabilityError, InputError, require
 
 Tensor = torch.Tensor
 MXFP8_TILE = 128
+ROUTED_NAMES = ("routed_gate_weights", "routed_up_weights", "routed_down_weights")
 
 
 def tensor(
@@ -33,7 +34,7 @@ def tensor(
 
 def shared_weights(weights: tuple[object, ...], hidden_size: int, device: torch.device) -> tuple[Tensor, ...] | None:
     """Shared (gate [I,H], up [I,H][, down [H,I]]) as a tuple, or None when all are None. Raises InputError for a mixture."""
-    names = ("w_shared_gate", "w_shared_up", "w_shared_down")
+    names = ("shared_gate_weights", "shared_up_weights", "shared_down_weights")
     if all(w is None for w in weights):
         return None
     missing = [n for n, w in zip(names, weights, strict=False) if w is None]
@@ -46,14 +47,15 @@ def shared_weights(weights: tuple[object, ...], hidden_size: int, device: torch.
 
 
 def routed_weights(
-    weights: Mapping[str, object], num_local_experts: int, hidden_size: int, device: torch.device, backward: bool = False
+    given: tuple[object, ...], num_local_experts: int, hidden_size: int, device: torch.device, backward: bool = False
 ) -> tuple[str, tuple[Tensor, ...]]:
     """(precision, flat tensors) of routed gate, up[, down], each a bf16 tensor or a tuple of quantised parts.
 
     bf16: gate, up [E,I,H], down [E,H,I]. mxfp8 forward: (values, scales) each; backward: (values, scales, values_t,
     scales_t) for gate and up, (values_t, scales_t) for down. Raises InputError naming the first thing that differs.
     """
-    quantized = [isinstance(w, tuple) for w in weights.values()]
+    weights = dict(zip(ROUTED_NAMES, given, strict=False))
+    quantized = [isinstance(w, tuple) for w in given]
     if any(quantized) and not all(quantized):
         tuples = ", ".join(name for name, w in weights.items() if isinstance(w, tuple))
         raise InputError(
@@ -62,12 +64,16 @@ def routed_weights(
         )
     if not any(quantized):
         gate = tensor(
-            "w_routed_gate", weights["w_routed_gate"], (num_local_experts, None, hidden_size), (torch.bfloat16,), device
+            "routed_gate_weights",
+            weights["routed_gate_weights"],
+            (num_local_experts, None, hidden_size),
+            (torch.bfloat16,),
+            device,
         )
         size = gate.shape[1]
         require(size % 64 == 0, f"intermediate size must be a multiple of 64, got {size}.")
         wide, tall = (num_local_experts, size, hidden_size), (num_local_experts, hidden_size, size)
-        shapes = {"w_routed_gate": wide, "w_routed_up": wide, "w_routed_down": tall}
+        shapes = dict(zip(ROUTED_NAMES, (wide, wide, tall), strict=True))
         return "bf16", tuple(tensor(n, w, shapes[n], (torch.bfloat16,), device) for n, w in weights.items())
     return "mxfp8", _quantized_weights(weights, num_local_experts, hidden_size, device, backward)
 
@@ -75,11 +81,11 @@ def routed_weights(
 def _quantized_weights(
     weights: Mapping[str, object], experts: int, hidden_size: int, device: torch.device, backward: bool
 ) -> tuple[Tensor, ...]:
-    first = weights["w_routed_gate"]
+    first = weights["routed_gate_weights"]
     assert isinstance(first, tuple)
     require(
         len(first) >= 2 and isinstance(first[0], Tensor) and first[0].dim() == 3,
-        f"w_routed_gate must be a tuple from ops.mxfp8_quantize whose first tensor is [{experts}, I, {hidden_size}], "
+        f"routed_gate_weights must be a tuple from ops.mxfp8_quantize whose first tensor is [{experts}, I, {hidden_size}], "
         f"got {_kinds(first)}.",
     )
     size = int(first[0].shape[1])
@@ -88,7 +94,7 @@ def _quantized_weights(
     flat: list[Tensor] = []
     for name, parts in weights.items():
         assert isinstance(parts, tuple)
-        down = name == "w_routed_down"
+        down = name == "routed_down_weights"
         rows, columns = (hidden_size, size) if down else (size, hidden_size)
         orientations = [(rows, columns)] if not backward else [(columns, rows)] if down else [(rows, columns), (columns, rows)]
         wanted = 2 * len(orientations)
@@ -118,9 +124,17 @@ def device(value: object) -> torch.device:
     if not isinstance(value, (str, torch.device)):
         raise InputError(f"device must be a torch.device or a string such as 'cpu', got {value!r}.")
     try:
-        return torch.device(value)
+        found = torch.device(value)
     except RuntimeError:
         raise InputError(f"device {value!r} is none that torch knows; use 'cpu', 'cuda' or 'cuda:0'.") from None
+    require(found.type in ("cpu", "cuda"), f"device must be a CPU or a CUDA device, got {str(found)!r}; use 'cpu' or 'cuda'.")
+    if found.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (found.index or 0) >= count:
+            raise CapabilityError(
+                f"device {str(found)!r} was asked for, but torch sees {count} CUDA device(s); use 'cpu', or see `mok doctor`."
+            )
+    return found
 
 
 def swiglu_limit(value: object) -> None:

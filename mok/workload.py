@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import re
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import msgspec
 
 from mok.config import MoKConfig
-from mok.errors import InputError, require, unknown_name
+from mok.errors import InputError, is_int, named_arguments, require, unknown_name
 from mok.shapes import MoEShape
 
 PRECISIONS = ("bf16", "mxfp8")
@@ -20,14 +21,17 @@ DIRECTIONS = ("forward", "step")
 ENGINES = ("auto", "torch", "cuda", "upstream")
 ROUTING_KINDS = {"uniform": 0, "zipf": 1, "hot": 2, "dirichlet": 1, "file": 0}
 ROUTERS = ("softmax", "sigmoid_group")
+OPTION = re.compile(r"[a-z_]+=[a-z_0-9]*")  # a last part like step=300; paths may hold colons
 
 
+@named_arguments
 @dataclass(frozen=True, slots=True)
 class RoutingSpec:
     """Where the routes come from. `parse` reads the short form used on the command line and in studies.
 
     uniform | zipf:S (p ~ 1/rank^S) | hot:N:SHARE (N experts get SHARE of the routes) | dirichlet:ALPHA |
-    file:PATH[:step=S][:layer=L] (a recorded routing). `router` names the rule that turns scores into weights.
+    file:PATH[:step=S][:layer=L] (a recorded routing); all with [:router=softmax|sigmoid_group], the rule that turns scores
+    into weights.
     """
 
     kind: str = "uniform"
@@ -44,7 +48,11 @@ class RoutingSpec:
         if self.router not in ROUTERS:
             raise unknown_name("router", self.router, ROUTERS)
         need = ROUTING_KINDS[self.kind]
-        require(len(self.values) == need, f"routing {self.kind!r} takes {need} value(s), got {self.values!r}.")
+        numbers = all(isinstance(v, (int, float)) and math.isfinite(v) for v in self.values)
+        require(
+            isinstance(self.values, tuple) and len(self.values) == need and numbers,
+            f"routing {self.kind!r} takes a tuple of {need} finite number(s), got {self.values!r}.",
+        )
         if self.kind in ("zipf", "dirichlet"):
             require(self.values[0] > 0, f"routing {self.kind!r} needs a value > 0, got {self.values[0]!r}.")
         if self.kind == "hot":
@@ -52,34 +60,40 @@ class RoutingSpec:
                 self.values[0] >= 1 and self.values[0] == int(self.values[0]) and 0 < self.values[1] <= 1,
                 f"routing 'hot' needs N >= 1 (whole) and 0 < SHARE <= 1, got {self.values!r}.",
             )
-        require((self.kind == "file") == (self.path is not None), "routing 'file' needs a path, and only 'file' takes one.")
+        require((self.kind == "file") == bool(self.path), "routing 'file' needs a path, and only 'file' takes one.")
 
     @classmethod
     def parse(cls, text: str) -> RoutingSpec:
-        """Read `kind[:value...]`; see the class. Raises InputError naming the part that is wrong."""
+        """Read `kind[:value...][:option=value...]`; see the class. Raises InputError naming the part that is wrong."""
+        require(isinstance(text, str), f"a routing is text such as 'zipf:1.2', got {text!r}.")
         kind, *parts = text.split(":")
+        options: dict[str, str] = {}
+        while parts and OPTION.fullmatch(parts[-1]):
+            key, _, value = parts.pop().partition("=")
+            if key not in ("step", "layer", "router"):
+                raise unknown_name("routing option", key, ("step", "layer", "router"))
+            options[key] = value
+        router = options.pop("router", "softmax")
+        for key, value in options.items():
+            require(kind == "file" and value.isdigit(), f"routing option {key!r} is a whole number for 'file', got {text!r}.")
         if kind == "file":
-            options = {k: v for k, _, v in (p.partition("=") for p in parts[1:])}
-            for key, value in options.items():
-                if key not in ("step", "layer"):
-                    raise unknown_name("routing file option", key, ("step", "layer"))
-                require(value.isdigit(), f"routing option {key!r} must be a whole number, got {value!r}.")
             step, layer = (int(options[key]) if key in options else None for key in ("step", "layer"))
-            return cls("file", path=parts[0] if parts else None, step=step, layer=layer)
+            return cls("file", path=":".join(parts), step=step, layer=layer, router=router)
         try:
-            return cls(kind, tuple(float(p) for p in parts))
-        except ValueError as error:
-            if isinstance(error, InputError):
-                raise
+            values = tuple(float(p) for p in parts)
+        except ValueError:
             raise InputError(f"routing {text!r}: values must be numbers, as in 'zipf:1.2' or 'hot:2:0.5'.") from None
+        return cls(kind, values, router=router)
 
     def __str__(self) -> str:
-        if self.kind == "file":
-            options = "".join(f":{k}={v}" for k, v in (("step", self.step), ("layer", self.layer)) if v is not None)
-            return f"file:{self.path}{options}"
-        return ":".join([self.kind, *(f"{v:g}" for v in self.values)])
+        """The short form; `parse` reads it back to an equal spec."""
+        options = [f"{k}={v}" for k, v in (("step", self.step), ("layer", self.layer)) if v is not None]
+        options += [f"router={self.router}"] if self.router != "softmax" else []
+        values = [f"{v:g}" if float(f"{v:g}") == v else repr(float(v)) for v in self.values]
+        return ":".join([self.kind, *([self.path] if self.path else []), *values, *options])
 
 
+@named_arguments
 @dataclass(frozen=True, slots=True)
 class Workload:
     """One MoE step to run: shape, routing, parallelism, precision, direction, seed and configuration.
@@ -107,6 +121,13 @@ class Workload:
 
     def __post_init__(self) -> None:
         """Raises InputError for anything the host can judge; see the class for the allowed values."""
+        for name, kind in (("shape", MoEShape), ("routing", RoutingSpec), ("config", MoKConfig), ("ranks", str)):
+            value = getattr(self, name)
+            require(isinstance(value, kind), f"Workload.{name} must be a {kind.__name__}, got {value!r}.")
+        for name in ("shared_output_gate", "recompute"):
+            value = getattr(self, name)
+            require(isinstance(value, bool), f"Workload.{name} must be True or False, got {value!r}.")
+        require(is_int(self.seed), f"Workload.seed must be an int, got {self.seed!r}.")
         for what, value, allowed in (
             ("precision", self.precision, PRECISIONS),
             ("direction", self.direction, DIRECTIONS),
@@ -115,12 +136,12 @@ class Workload:
             if value not in allowed:
                 raise unknown_name(what, value, allowed)
         require(
-            isinstance(self.ep, int) and self.ep >= 1 and self.shape.num_experts % self.ep == 0,
+            is_int(self.ep) and self.ep >= 1 and self.shape.num_experts % self.ep == 0,
             f"ep={self.ep!r} must divide num_experts={self.shape.num_experts}.",
         )
         counts = self.token_counts
         require(
-            all(isinstance(t, int) and t >= 0 for t in counts) and len(counts) == self.ep,
+            all(is_int(t) and t >= 0 for t in counts) and len(counts) == self.ep,
             f"tokens must be an int >= 0 or one per rank (ep={self.ep}), got {self.tokens!r}.",
         )
         require(
@@ -132,7 +153,7 @@ class Workload:
                 value = getattr(self.shape, name)
                 require(value % 128 == 0, f"precision 'mxfp8' needs {name} to be a multiple of 128, got {value}; use 'bf16'.")
         require(
-            self.swiglu_limit is None or self.swiglu_limit > 0,
+            self.swiglu_limit is None or (isinstance(self.swiglu_limit, (int, float)) and self.swiglu_limit > 0),
             f"swiglu_limit must be None or > 0, got {self.swiglu_limit!r}.",
         )
         require(

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from mok import validate
+from mok import engines, validate
 from mok.config import MoKConfig
 from mok.errors import Fault, FaultRecord, InputError, PeerTimeoutError, WorkspaceError, require
 from mok.groups import Ranks, VirtualGroup, ranks_of
@@ -128,7 +128,8 @@ class MoKWorkspace:
         try:
             self.raise_pending()
             self._order_streams()
-            yield
+            with engines.faults_to(self.fault, self.device.type):
+                yield
             self._mark_stream()
         except PeerTimeoutError as error:
             self.dead = str(error)
@@ -170,11 +171,18 @@ def validate_workspace_args(
 ) -> None:
     """Raise InputError for arguments no workspace can be made of."""
     validate.config(config)
-    ranks_of(group).require_device(validate.device(device))
+    ranks = ranks_of(group)
+    ranks.require_device(validate.device(device))
     require(
         isinstance(num_local_tokens, int) and num_local_tokens >= 0,
         f"num_local_tokens must be an int >= 0, got {num_local_tokens!r}.",
     )
+    counts = None if ranks.virtual is None else ranks.virtual.token_counts
+    if counts is not None:
+        require(
+            sum(counts) <= num_local_tokens,
+            f"num_local_tokens={num_local_tokens} is less than the VirtualGroup's token_counts {counts} together; raise it.",
+        )
     require(
         isinstance(hidden_size, int) and hidden_size > 0 and hidden_size % 64 == 0,
         f"hidden_size must be a positive multiple of 64 (128 for mxfp8), got {hidden_size!r}.",

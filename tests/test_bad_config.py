@@ -11,8 +11,10 @@ import torch
 from support.refusals import CASE, WORKSPACE, E, H, K, Words, refused
 from support.steps import SMALL, Step
 
+import mok
 from mok import MoELayer, MoEShape, MoKConfig, RoutingSpec, VirtualGroup, Workload, functional
 from mok import schedule as schedules
+from mok.errors import CapabilityError
 from mok.groups import peer_timeout_s
 from mok.workspace import create_workspace, get_workspace
 
@@ -111,10 +113,79 @@ def test_names_and_objects_refuse(name: str) -> None:
     refused(call, words)
 
 
-@pytest.mark.parametrize("name", ["minibatch", "fwd_comm_sms"])
-def test_unknown_parameter_names_are_errors(name: str) -> None:
-    with pytest.raises(TypeError, match=name):
-        MoKConfig(**{name: 128})
+UNKNOWN = {
+    "MoKConfig": (lambda: MoKConfig(minibatch=128), ("minibatch", "minibatch_size")),  # type: ignore[call-arg]
+    "Workload": (lambda: Workload(token=3), ("token", "tokens")),  # type: ignore[call-arg]
+    "MoEShape": (lambda: MoEShape(hiden=64), ("hiden", "hidden")),  # type: ignore[call-arg]
+    "VirtualGroup": (lambda: VirtualGroup(epp=2), ("epp", "'ep'")),  # type: ignore[call-arg]
+    "RoutingSpec": (lambda: RoutingSpec(knd="zipf"), ("knd", "kind")),  # type: ignore[call-arg]
+    "MoELayer": (lambda: MoELayer(MoEShape.preset("tiny"), grop=1), ("grop", "group")),  # type: ignore[call-arg]
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_unknown_parameter_names_are_errors_with_the_nearest(name: str) -> None:
+    call, words = UNKNOWN[name]
+    refused(call, ("did you mean", *words))
+
+
+WRONG_KINDS = {
+    "shape name": (lambda: Workload(shape="tiny"), ("shape", "MoEShape", "'tiny'")),  # type: ignore[arg-type]
+    "routing name": (lambda: Workload(routing="zipf:1.2"), ("routing", "RoutingSpec", "'zipf:1.2'")),  # type: ignore[arg-type]
+    "seed text": (lambda: Workload(seed="x"), ("seed", "int", "'x'")),  # type: ignore[arg-type]
+    "tokens True": (lambda: Workload(tokens=True), ("tokens", "True")),
+    "ranks number": (lambda: Workload(ranks=3), ("ranks", "str", "3")),  # type: ignore[arg-type]
+    "limit text": (lambda: Workload(swiglu_limit="4"), ("swiglu_limit", "'4'")),  # type: ignore[arg-type]
+    "top_k True": (lambda: MoEShape(64, 64, 4, True), ("top_k", "True")),
+    "shared number": (lambda: MoEShape(64, 64, 4, 1, 1.5), ("shared", "1.5")),  # type: ignore[arg-type]
+    "group counts number": (lambda: VirtualGroup(2, 5), ("token_counts", "5")),  # type: ignore[arg-type]
+    "group only text": (lambda: VirtualGroup(2, only="a"), ("only", "'a'")),  # type: ignore[arg-type]
+    "file without path": (lambda: RoutingSpec.parse("file:"), ("file", "path")),
+    "routing None": (lambda: RoutingSpec.parse(None), ("routing", "None")),  # type: ignore[arg-type]
+    "routing infinite": (lambda: RoutingSpec("zipf", (math.inf,)), ("zipf", "finite", "inf")),
+    "repeats text": (lambda: mok.run(Workload(), repeats="3"), ("repeats", "'3'")),  # type: ignore[arg-type]
+    "workspace None": (lambda: functional.build_schedule(None, SMALL, ROUTES, num_local_experts=E), ("workspace", "NoneType")),  # type: ignore[arg-type]
+    "fewer tokens than counts": (
+        lambda: create_workspace(SMALL, VirtualGroup(2, (30, 34)), device="cpu", num_local_tokens=1, hidden_size=H, topk=K),
+        ("num_local_tokens=1", "(30, 34)"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_KINDS)
+def test_objects_of_the_wrong_kind_are_named(name: str) -> None:
+    call, words = WRONG_KINDS[name]
+    refused(call, words)
+
+
+@pytest.mark.parametrize("device", ["cud", "tpu", "meta"])
+def test_devices_that_are_none(device: str) -> None:
+    refused(lambda: mok.run(Workload(), device=device), (device, "'cpu'"))
+    refused(lambda: MoELayer(MoEShape.preset("tiny"), device=device), (device, "'cpu'"))
+    refused(
+        lambda: create_workspace(SMALL, VirtualGroup(1), device=device, num_local_tokens=4, hidden_size=H, topk=K),
+        (device, "'cpu'"),
+    )
+
+
+def test_a_gpu_that_is_not_there() -> None:
+    device = f"cuda:{torch.cuda.device_count()}"
+    for call in (
+        lambda: mok.run(Workload(), device=device),
+        lambda: MoELayer(MoEShape.preset("tiny"), device=device),
+        lambda: create_workspace(SMALL, VirtualGroup(1), device=device, num_local_tokens=4, hidden_size=H, topk=K),
+    ):
+        refused(call, (device, "mok doctor"), CapabilityError)
+
+
+SPECS = ("uniform", "zipf:1.23456789", "hot:2:0.25", "dirichlet:1e-05", "file:a:b/c.parquet:step=3:layer=1")
+
+
+@pytest.mark.parametrize("text", [*SPECS, *(f"{spec}:router=sigmoid_group" for spec in SPECS)])
+def test_short_forms_of_routings_read_back(text: str) -> None:
+    spec = RoutingSpec.parse(text)
+    assert RoutingSpec.parse(str(spec)) == spec
+    assert Workload.from_dict(Workload(routing=spec).to_dict()).routing == spec
 
 
 def test_token_counts_that_do_not_add_up() -> None:

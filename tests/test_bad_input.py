@@ -56,12 +56,12 @@ FORWARD: dict[str, tuple[dict[str, Any], Words]] = {
     "weights bfloat16": ({"router_weights": CASE.router_weights.bfloat16()}, ("router_weights must be float32", "bfloat16")),
     "weights on meta": ({"router_weights": CASE.router_weights.to(META)}, ("router_weights must be on cpu", "meta")),
     "weights strided": ({"router_weights": strided(CASE.router_weights)}, ("router_weights must be contiguous",)),
-    "one shared weight missing": ({"w_shared_up": None}, ("together or not at all", "w_shared_up")),
+    "one shared weight missing": ({"w_shared_up": None}, ("together or not at all", "shared_up_weights")),
     "shared gate transposed": (
         {"w_shared_down": CASE.w_shared_down[:64].contiguous()},
-        ("w_shared_down must be [128, 128]", "[64, 128]"),
+        ("shared_down_weights must be [128, 128]", "[64, 128]"),
     ),  # type: ignore[index]
-    "shared float16": ({"w_shared_gate": CASE.w_shared_gate.half()}, ("w_shared_gate must be bfloat16", "float16")),  # type: ignore[union-attr]
+    "shared float16": ({"w_shared_gate": CASE.w_shared_gate.half()}, ("shared_gate_weights must be bfloat16", "float16")),  # type: ignore[union-attr]
     "shared intermediate 96": (
         {
             "w_shared_gate": torch.zeros(96, H).bfloat16(),
@@ -72,21 +72,21 @@ FORWARD: dict[str, tuple[dict[str, Any], Words]] = {
     ),
     "too few routed experts": (
         {"w_routed_gate": CASE.w_routed_gate[:4]},
-        ("w_routed_gate must be [8, any, 128]", "[4, 128, 128]"),
+        ("routed_gate_weights must be [8, any, 128]", "[4, 128, 128]"),
     ),
     "routed up of another size": (
         {"w_routed_up": CASE.w_routed_up[:, :64].contiguous()},
-        ("w_routed_up must be [8, 128, 128]", "[8, 64, 128]"),
+        ("routed_up_weights must be [8, 128, 128]", "[8, 64, 128]"),
     ),
-    "routed float32": ({"w_routed_down": CASE.w_routed_down.float()}, ("w_routed_down must be bfloat16", "float32")),
-    "routed on meta": ({"w_routed_up": CASE.w_routed_up.to(META)}, ("w_routed_up must be on cpu", "meta")),
-    "routed strided": ({"w_routed_gate": CASE.w_routed_gate.transpose(1, 2)}, ("w_routed_gate must be contiguous",)),
+    "routed float32": ({"w_routed_down": CASE.w_routed_down.float()}, ("routed_down_weights must be bfloat16", "float32")),
+    "routed on meta": ({"w_routed_up": CASE.w_routed_up.to(META)}, ("routed_up_weights must be on cpu", "meta")),
+    "routed strided": ({"w_routed_gate": CASE.w_routed_gate.transpose(1, 2)}, ("routed_gate_weights must be contiguous",)),
     "routed intermediate 96": ({"w_routed_gate": torch.zeros(E, 96, H).bfloat16()}, ("multiple of 64", "96")),
     "quantised mixed with bf16": (
         {"w_routed_gate": ops.mxfp8_quantize(CASE.w_routed_gate)[:2]},
-        ("not a mixture", "w_routed_gate"),
+        ("not a mixture", "routed_gate_weights"),
     ),
-    "routed weight None": ({"w_routed_up": None}, ("w_routed_up must be a tensor", "NoneType")),
+    "routed weight None": ({"w_routed_up": None}, ("routed_up_weights must be a tensor", "NoneType")),
     "limit negative": ({"swiglu_limit": -1.0}, ("swiglu_limit", "-1.0", "> 0")),
     "limit NaN": ({"swiglu_limit": math.nan}, ("swiglu_limit", "nan")),
     "limit text": ({"swiglu_limit": "7"}, ("swiglu_limit", "'7'")),
@@ -160,12 +160,15 @@ def test_mxfp8_refuses_sizes_and_parts_that_do_not_fit() -> None:
     four = [ops.mxfp8_quantize(w) for w in (CASE.w_routed_gate, CASE.w_routed_up, CASE.w_routed_down)]
     two = [parts[:2] for parts in four]
     for wrong, words in (
-        (four, ("w_routed_gate must be a tuple of 2", "got 4")),
-        ([two[0], two[1], ()], ("w_routed_down must be a tuple of 2", "got 0")),
-        ([(), two[1], two[2]], ("w_routed_gate must be a tuple from", "got ()")),
-        ([(two[0][1], two[0][0]), two[1], two[2]], ("w_routed_gate must be a tuple from", "([8, 1, 32, 16], [8, 128, 128])")),
-        ([(two[0][0], two[0][1].int()), two[1], two[2]], ("w_routed_gate[1] must be uint8", "int32")),
-        ([(two[0][0], two[0][1][:1]), two[1], two[2]], ("w_routed_gate[1] must be [8, 1, 32, 16]", "[1, 1, 32, 16]")),
+        (four, ("routed_gate_weights must be a tuple of 2", "got 4")),
+        ([two[0], two[1], ()], ("routed_down_weights must be a tuple of 2", "got 0")),
+        ([(), two[1], two[2]], ("routed_gate_weights must be a tuple from", "got ()")),
+        (
+            [(two[0][1], two[0][0]), two[1], two[2]],
+            ("routed_gate_weights must be a tuple from", "([8, 1, 32, 16], [8, 128, 128])"),
+        ),
+        ([(two[0][0], two[0][1].int()), two[1], two[2]], ("routed_gate_weights[1] must be uint8", "int32")),
+        ([(two[0][0], two[0][1][:1]), two[1], two[2]], ("routed_gate_weights[1] must be [8, 1, 32, 16]", "[1, 1, 32, 16]")),
     ):
         refused(lambda parts=wrong: forward(*parts, where=WORKSPACE, of=good, case=CASE), words)  # type: ignore[misc]
 
@@ -185,10 +188,10 @@ ZEROS = [
     torch.zeros(H, H),
 ]
 BACKWARD: dict[str, tuple[dict[str, Any], dict[str, Any], Words]] = {
-    "d_out of another shape": ({"d_out": CASE.d_out[:30].contiguous()}, {}, ("d_out must be [40, 128]", "[30, 128]")),  # type: ignore[index]
-    "d_out float32": ({"d_out": CASE.d_out.float()}, {}, ("d_out must be bfloat16", "float32")),  # type: ignore[union-attr]
-    "d_out strided": ({"d_out": strided(CASE.d_out)}, {}, ("d_out must be contiguous",)),  # type: ignore[arg-type]
-    "d_out on meta": ({"d_out": CASE.d_out.to(META)}, {}, ("d_out must be on cpu", "meta")),  # type: ignore[union-attr]
+    "d_out of another shape": ({"d_out": CASE.d_out[:30].contiguous()}, {}, ("grad_output must be [40, 128]", "[30, 128]")),  # type: ignore[index]
+    "d_out float32": ({"d_out": CASE.d_out.float()}, {}, ("grad_output must be bfloat16", "float32")),  # type: ignore[union-attr]
+    "d_out strided": ({"d_out": strided(CASE.d_out)}, {}, ("grad_output must be contiguous",)),  # type: ignore[arg-type]
+    "d_out on meta": ({"d_out": CASE.d_out.to(META)}, {}, ("grad_output must be on cpu", "meta")),  # type: ignore[union-attr]
     "five main_grads": ({}, {"main_grads": tuple(ZEROS[:5])}, ("main_grads must hold 6", "got 5")),
     "main_grads one tensor": ({}, {"main_grads": ZEROS[0]}, ("main_grads must", "Tensor")),
     "main_grad of another shape": (
@@ -239,9 +242,9 @@ def test_gate_main_grad_is_judged_before_anything_is_accumulated() -> None:
 def test_context_misuse() -> None:
     step = backward_ready()
     context, schedule = step.context, step.schedule
-    for wrong in (None, context.tensors, "context"):
+    for wrong in (None, (1, 2), "context"):
         step.context = wrong
-        refused(step.backward, ("context must come from forward", type(wrong).__name__))
+        refused(step.backward, ("forward_context must come from forward", type(wrong).__name__))
     step.context = context
     step.routed_backward = Step(CASE, WORKSPACE, precision="mxfp8").routed_backward
     refused(step.backward, ("context was saved in bf16", "mxfp8"))

@@ -192,7 +192,7 @@ def test_workspaces_are_cached_per_group(worlds: dict[int, World]) -> None:
         assert seen["virtual"]
         assert seen["layer"]["kind"] == "InputError"
         assert "max_tokens" in seen["layer"]["text"]
-        assert seen["device"]["kind"] == "CapabilityError"
+        assert seen["device"]["kind"] == "InputError"
         assert "'meta'" in seen["device"]["text"]
 
 

@@ -97,6 +97,32 @@ def test_a_tokens_route_has_the_same_bits_in_any_batch() -> None:
             assert same(alone, Routing(whole.top_experts[t : t + 1], whole.weights[t : t + 1]))
 
 
+@pytest.mark.parametrize("router", ["softmax", "sigmoid", "sigmoid, weights as they are"])
+def test_near_ties_fall_the_same_way_at_every_position(router: str) -> None:
+    """Equal rows of logits one float apart: a rounding that depends on the place in the batch would choose otherwise."""
+
+    def route(x: torch.Tensor) -> Routing:
+        if router == "softmax":
+            return softmax_topk(x, 2)
+        return sigmoid_group_topk(x, None, 2, 1, 1, normalize=router == "sigmoid")
+
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(40):
+        row = torch.randn(1, 5, generator=generator) * 4
+        row[0, 1:] = torch.nextafter(row[0, :1], torch.tensor(math.inf)).expand(4).clone()
+        row[0, 3] = torch.nextafter(row[0, 1], torch.tensor(math.inf))
+        alone = row.clone().requires_grad_()
+        expected = route(alone)
+        (expected.weights * torch.tensor([1.0, 3.0])).sum().backward()
+        for tokens in (2, 3, 300):
+            logits = row.repeat(tokens, 1).requires_grad_()
+            found = route(logits)
+            (found.weights * torch.tensor([1.0, 3.0])).sum().backward()
+            assert torch.equal(found.top_experts, expected.top_experts.expand(tokens, 2))
+            assert torch.equal(found.weights, expected.weights.expand(tokens, 2))
+            assert torch.equal(logits.grad, alone.grad.expand(tokens, 5))
+
+
 @pytest.mark.parametrize("poison", [math.nan, -math.nan, math.inf, -math.inf])
 def test_nan_and_infinite_logits_stay_in_their_token(poison: float) -> None:
     generator = torch.Generator().manual_seed(1)

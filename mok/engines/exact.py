@@ -1,7 +1,8 @@
 """Operators that compute the same whatever mode their caller is in.
 
-Autocast rounds the operands of every matmul it sees, and `torch.set_float32_matmul_precision` lets a library do so: both
-would reach into an operator and change its bits, silently. An operator's roundings are its own.
+Autocast rounds the operands of every matmul it sees, and torch's f32 precision settings let a library do so: both
+would reach into an operator and change its bits, silently. An operator's roundings are its own. Only the per-backend
+settings are touched: reading the older global one raises once a program has used them.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -17,6 +18,13 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _DEVICES = ("cpu", "cuda")
+_EXACT = "ieee"
+_FULL = ("ieee", "none")  # "none": nothing was ever set, f32 stays f32
+
+
+def _matmul_settings() -> tuple[Any, ...]:
+    """The objects whose `fp32_precision` decides how f32 matmuls round: oneDNN on a CPU, cuBLAS on a GPU."""
+    return torch.backends.mkldnn.matmul, torch.backends.cuda.matmul  # type: ignore[attr-defined]
 
 
 def exact(function: Callable[P, R]) -> Callable[P, R]:
@@ -24,15 +32,16 @@ def exact(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        precision = torch.get_float32_matmul_precision()
         casting = [device for device in _DEVICES if torch.is_autocast_enabled(device)]
-        if precision == "highest" and not casting:
+        loose = [(s, s.fp32_precision) for s in _matmul_settings() if s.fp32_precision not in _FULL]
+        if not loose and not casting:
             return function(*args, **kwargs)
         with contextlib.ExitStack() as stack:
             for device in casting:
                 stack.enter_context(torch.autocast(device, enabled=False))
-            torch.set_float32_matmul_precision("highest")
-            stack.callback(torch.set_float32_matmul_precision, precision)
+            for setting, precision in loose:
+                setting.fp32_precision = _EXACT
+                stack.callback(setattr, setting, "fp32_precision", precision)
             return function(*args, **kwargs)
 
     return run

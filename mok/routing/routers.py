@@ -79,7 +79,7 @@ def sigmoid_group_topk(
         top_k <= top_groups * size,
         f"top_k={top_k} exceeds the {top_groups * size} experts of {top_groups} groups of {size}; raise top_groups.",
     )
-    biased = logits.detach().sigmoid()
+    biased = sigmoid(logits.detach())
     if bias is not None:
         require(
             bias.shape == (num_experts,) and bias.dtype == torch.float32 and bias.device == logits.device,
@@ -95,8 +95,17 @@ def sigmoid_group_topk(
     candidates = (groups.unsqueeze(2) * size + offsets).flatten(1)
     chosen = candidates.gather(1, stable_topk(biased.gather(1, candidates), top_k))
     picked = logits.gather(1, chosen)
-    weights = sigmoid_weights(picked) if normalize else picked.sigmoid()
+    weights = sigmoid_weights(picked) if normalize else sigmoid(picked)
     return Routing(chosen, weights * scale)
+
+
+def sigmoid(logits: torch.Tensor) -> torch.Tensor:
+    """1 / (1 + exp(-l)), elementwise and differentiable.
+
+    Not torch.sigmoid: on CPUs its vector body and its tail round differently, so that a token's expert could depend on
+    where in the batch the token stands. Logits below -87 count as -87: exp would overflow, and its gradient be NaN.
+    """
+    return 1 / (1 + torch.exp(-logits.clamp(min=-87.0)))
 
 
 def softmax_weights(chosen_logits: torch.Tensor) -> torch.Tensor:
