@@ -1,5 +1,6 @@
 """The benchmark without a GPU: cases, inputs, baselines, statistics."""
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -280,3 +281,13 @@ def test_overlap_efficiency_is_the_designs_formula_round_by_round():
     off = overlap.overlap_off(MoKConfig(fwd_num_comm_sms=6, minibatch_size=2048, combine="epilogue"), 69500)
     assert off.minibatch_size == off.macrobatch_size == 69504
     assert (off.fwd_num_comm_sms, off.combine) == (6, "epilogue")
+
+
+def test_the_documented_cases_are_the_cases():
+    rows = re.findall(r"^\| `(\S+)` \|([ \d|]+)\|$", (ROOT / "docs/benchmarks.md").read_text(), re.MULTILINE)
+    assert [name for name, _ in rows] == list(cases.BASES)
+    for name, sizes in rows:
+        work = cases.parse(name).workload
+        shape = work.shape
+        expected = [shape.hidden, shape.intermediate, shape.num_experts // work.ep, shape.top_k, work.tokens]
+        assert [int(size) for size in sizes.split("|")] == expected

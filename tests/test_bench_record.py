@@ -17,7 +17,7 @@ from support.bench import tiny
 from mok import cli, engines
 from mok.bench import cases, conditions, forward, inputs, overlap, record, timing
 from mok.bench.ours import Ours
-from mok.errors import CapabilityError, InputError
+from mok.errors import CapabilityError, InputError, MokError, NumericsError
 from mok.trace.metrics import kernel as kernel_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -334,3 +334,23 @@ def test_run_writes_each_case_and_skips_what_is_there(monkeypatch, tmp_path):
     assert said == ["dsv3-ep8-t2048: in the record already, not measured again"]
     assert drawn == ["dsv3-ep8-t2048", "qwen3-30b-ep4-t8192"]
     assert np.isfinite(record.read(path)["rows"][1]["ours"])
+
+
+def test_a_case_that_fails_does_not_take_the_others_with_it(monkeypatch, tmp_path):
+    monkeypatch.setattr(forward, "require_hopper", lambda: None)
+    monkeypatch.setattr(forward.engines, "use", lambda name: nullcontext())
+    monkeypatch.setattr(forward, "draw", lambda case, device, like=None: SimpleNamespace(case=case))
+
+    def measure(problem, *rest):
+        if "+shared" in problem.case.name:
+            raise NumericsError("our forward differs")
+        return some_rows(problem.case.name), conditions.Conditions()
+
+    monkeypatch.setattr(forward, "measure", measure)
+    made = record.Record("mok bench forward", tmp_path / "r.json")
+    chosen = cases.suite(["dsv3-ep8-t2048", "dsv3-ep8-t2048+shared", "dsv3-ep8-t2048+zipf1.2"])
+    said: list[str] = []
+    with pytest.raises(MokError, match=r"1 of 3 cases failed \(dsv3-ep8-t2048\+shared\).*our forward differs"):
+        list(forward.run(chosen, forward.Options(), made, said.append))
+    assert made.cases == {"dsv3-ep8-t2048", "dsv3-ep8-t2048+zipf1.2"}
+    assert said == ["dsv3-ep8-t2048+shared: FAILED: our forward differs"]

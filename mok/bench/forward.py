@@ -25,7 +25,7 @@ from mok.bench.ours import Ours
 from mok.bench.record import Record, Row
 from mok.bench.timing import MIN_ROUNDS, Replay, Samples, capture, interleave
 from mok.config import COMBINE_ROUTES, MoKConfig
-from mok.errors import CapabilityError, require
+from mok.errors import CapabilityError, MokError, require
 
 ARCH = "sm90"
 SCHEDULES_PER_GRAPH = 10  # one takes some 20 us, too little for an event pair
@@ -96,13 +96,14 @@ def run(
 ) -> Iterator[list[Row]]:
     """Measure the cases one after another and yield each one's rows, once they are in `record`.
 
-    Cases that `record` holds already are skipped. `say` gets one line for whatever a row does not tell. Raises
-    CapabilityError off Hopper, NumericsError when our result is not torch's.
+    Cases that `record` holds already are skipped. `say` gets one line for whatever a row does not tell. A case that
+    fails does not keep the others from their rows: MokError names it when all are done. Raises CapabilityError off Hopper.
     """
     require_hopper()
     previous: Problem | None = None
     tuned: dict[str, tuple[MoKConfig, str]] = {}
     told: set[str] = set()
+    failed: dict[str, str] = {}
 
     def once(text: str) -> None:  # why a baseline is missing is the same for most cases
         reason = text.partition(": ")[2]
@@ -121,12 +122,20 @@ def run(
             gc.unfreeze()  # what `capture` froze of the last case goes now
             gc.collect()
             torch.cuda.empty_cache()
-            with engines.use("cuda"):
-                problem = draw(case, "cuda", like=previous)
-                rows, seen = measure(problem, options, tuned, once)
+            try:
+                with engines.use("cuda"):
+                    problem = draw(case, "cuda", like=previous)
+                    rows, seen = measure(problem, options, tuned, once)
+            except MokError as error:
+                failed[case.name] = str(error)  # not the error: it would keep the case's tensors
+                say(f"{case.name}: FAILED: {error}")
+                continue
             record.add(case.name, rows, seen.clocks(), seen.power())
             previous = problem
             yield rows
+        if failed:
+            first, reason = next(iter(failed.items()))
+            raise MokError(f"{len(failed)} of {len(cases)} cases failed ({', '.join(failed)}); {first}: {reason}")
     finally:
         gc.unfreeze()
 
@@ -190,6 +199,7 @@ def _times(
     if not problem.case.is_open:
         traced = overlap.traced(ours, ours.forward, len(problem.sets))
         contestants["traced"] = [graph.replay for graph in traced.graphs]
+    interleave(contestants, 1, min_seconds=MIN_SECONDS)  # up to the power cap first: the driver's watts are an average, too
     with Sampler(uuid=_uuid(problem.device)) as sampler:
         times = interleave(contestants, options.rounds, min_seconds=MIN_SECONDS)
     compared = {name: samples for name, samples in times.items() if name in calls}

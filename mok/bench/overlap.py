@@ -86,10 +86,10 @@ def traced(ours: Ours, call: Callable[[int], Any], num_sets: int, records: int =
     """`call(i)` captured with the in-kernel trace on; more records are taken when a launch dropped some."""
     from mok.engines.cuda import options
 
-    graphs, buffers, pool = [], [], torch.cuda.graph_pool_handle()
+    graphs, buffers = [], []  # a memory pool for each graph: a replay must not write where another's records wait to be read
     for number in range(num_sets):
         with options.trace(records) as sink:
-            graphs.append(capture(partial(call, number), pool=pool, keep_output=False))
+            graphs.append(capture(partial(call, number), keep_output=False))
         buffers.append(sink.buffers[-1])
         graphs[-1].replay()
     torch.cuda.synchronize()
