@@ -24,7 +24,8 @@ _FULL = ("ieee", "none")  # "none": nothing was ever set, f32 stays f32
 
 def _matmul_settings() -> tuple[Any, ...]:
     """The objects whose `fp32_precision` decides how f32 matmuls round: oneDNN on a CPU, cuBLAS on a GPU."""
-    return torch.backends.mkldnn.matmul, torch.backends.cuda.matmul  # type: ignore[attr-defined]
+    found = (getattr(backend, "matmul", None) for backend in (torch.backends.mkldnn, torch.backends.cuda))
+    return tuple(setting for setting in found if hasattr(setting, "fp32_precision"))
 
 
 def exact(function: Callable[P, R]) -> Callable[P, R]:
