@@ -17,7 +17,8 @@ class MoKConfig:
     """How one MoE step is run. None of these fields changes a bit of the result; too small a capacity makes it a fault.
 
     The first six carry upstream's names and defaults. `minibatch_size` and `macrobatch_size` are rows of the
-    schedule; `schedule_capacity_multiplier` is the worst share of all routes that may land on one rank.
+    schedule; `schedule_capacity_multiplier` is the worst share of all routes that may land on one rank, but never less
+    than two ranks' worth (2 / EP of them; upstream's rule): a smaller value changes nothing.
     `combine` picks who pushes expert outputs home: communication SMs or the down-projection's epilogue.
     `row_block` is the padding of an expert's rows (128 on SM90 and the portable tile, 256 on the SM100 pair).
     """

@@ -12,13 +12,14 @@ Tensor = torch.Tensor
 Pair = tuple[Tensor, Tensor]
 
 
-@dataclass
+@dataclass(repr=False)
 class MoKForwardContext:
     """One rank's saved context; it serves one backward.
 
     bf16: x_routed [ring, H], gate_routed, up_routed [ring, I]; mxfp8: (values, scales) pairs, x_routed transposed.
     gate_shared, up_shared bf16 [T, I], empty without a shared expert. Upstream's hidden_shared and hidden_routed are
-    None: backward recomputes them from gate and up. y_shared bf16 [T, H] and output_gate f32 [T] are there with an
+    None: backward recomputes them from gate and up. Rows from the schedule's num_tokens on belong to no route: they may
+    never have been written, and nothing reads them. y_shared bf16 [T, H] and output_gate f32 [T] are there with an
     output gate. swiglu_limit and schedule_key say which forward this was.
     """
 
@@ -64,8 +65,18 @@ class MoKForwardContext:
             raise WorkspaceError("this forward context was already used by a backward; run forward (or recompute) again.")
         self.consumed = True
 
+    def __repr__(self) -> str:
+        """Sizes and state, no values."""
+        rows, hidden = (self.x_routed[0].mT if isinstance(self.x_routed, tuple) else self.x_routed).shape
+        held = sum(part.numel() * part.element_size() for part in self.tensors())
+        state = "used by a backward" if self.consumed else "not used yet"
+        return (
+            f"MoKForwardContext(rank {self.index}: {self.precision}, {rows} rows x {hidden}, {held / 2**20:.1f} MiB on "
+            f"{self.gate_shared.device}, {state})"
+        )
 
-@dataclass
+
+@dataclass(repr=False)
 class VirtualContext:
     """One `MoKForwardContext` per rank that ran in this process."""
 
@@ -77,6 +88,10 @@ class VirtualContext:
             if part.index == r:
                 return part
         raise InputError(f"this context holds ranks {[part.index for part in self.ranks]}, not rank {r!r}.")
+
+    def __repr__(self) -> str:
+        """Which ranks it holds, and the first of them."""
+        return f"VirtualContext(ranks {[part.index for part in self.ranks]}; first: {self.ranks[0] if self.ranks else None!r})"
 
 
 Context = MoKForwardContext | VirtualContext

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 INT32_MAX = 2**31 - 1
+NEAR = 0.7  # difflib ratio from which a name is a likely slip: "torhc" 0.8, "a100" for "h200" 0.5
 
 
 class MokError(Exception):
@@ -121,9 +122,17 @@ def _id(seen: int) -> str:
 
 
 def nearest(name: str, allowed: Iterable[str]) -> str:
-    """`, did you mean 'x'?` or an empty string."""
-    close = difflib.get_close_matches(name, list(allowed), n=1, cutoff=0.5)
-    return f", did you mean {close[0]!r}?" if close else ""
+    """`, did you mean 'x'?` or an empty string: a far name offered as near misleads more than none ("a100" is no "h200").
+
+    Near is: most letters in the same order, the same letters in another order, or one name inside the other.
+    """
+    scored = [(_inside(name, other), difflib.SequenceMatcher(None, name, other).ratio(), other) for other in allowed]
+    close = [row for row in scored if row[0] or row[1] >= NEAR or sorted(name) == sorted(row[2])]
+    return f", did you mean {max(close)[2]!r}?" if close else ""
+
+
+def _inside(name: str, other: str) -> bool:
+    return min(len(name), len(other)) >= 3 and (name in other or other in name)
 
 
 def unknown_name(what: str, name: str, allowed: Iterable[str]) -> InputError:

@@ -239,6 +239,17 @@ class MoELayer(nn.Module):
         self.register_buffer("router_bias", torch.zeros(shape.num_experts, dtype=torch.float32, device=device))
         self.routing: Routing | None = None
 
+    def extra_repr(self) -> str:
+        """What decides results and cost, in one line of `repr`."""
+        s, routed = (
+            self.shape,
+            self.router if self.num_groups == 1 else f"{self.router} ({self.top_groups} of {self.num_groups} groups)",
+        )
+        return (
+            f"{s.hidden}x{s.intermediate}x{s.num_experts}x{s.top_k}{'+shared' if s.shared else ''}, "
+            f"EP {ranks_of(self.group).size}, precision={self.precision}, router={routed}"
+        )
+
     def forward(self, x: Tensor) -> Tensor:
         """y of x's shape and dtype; x [..., H] bf16 or f32 (computed in bf16). Raises InputError for another x."""
         hidden = self.shape.hidden

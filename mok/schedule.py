@@ -23,7 +23,7 @@ FAULT_WORDS = 8  # i64 words of a fault record: code, rank, place, seen, need, t
 Tensor = torch.Tensor
 
 
-@dataclass
+@dataclass(repr=False)
 class MoKSchedule:
     """One rank's schedule, on the device that computed it; the host never reads it.
 
@@ -48,8 +48,17 @@ class MoKSchedule:
             raise InputError(f"this process holds the schedule of rank {self.index}, not of rank {r!r}.")
         return self
 
+    def __repr__(self) -> str:
+        """Sizes only, known to the host: rows in use stay on the device."""
+        num_tokens, top_k = self.top_experts.shape
+        return (
+            f"MoKSchedule(rank {self.index} of {len(self.token_counts)}: {num_tokens} tokens x {top_k} routes, "
+            f"{len(self.tokens_per_expert)} local experts, capacity {len(self.peer_rank)} rows in blocks of {self.row_block}, "
+            f"{self.peer_rank.device})"
+        )
 
-@dataclass
+
+@dataclass(repr=False)
 class VirtualSchedule:
     """One `MoKSchedule` per virtual rank."""
 
@@ -61,6 +70,10 @@ class VirtualSchedule:
             if part.index == r:
                 return part
         raise InputError(f"this schedule holds ranks {[part.index for part in self.ranks]}, not rank {r!r}.")
+
+    def __repr__(self) -> str:
+        """Which ranks it holds, and the first of them."""
+        return f"VirtualSchedule(ranks {[part.index for part in self.ranks]}; first: {self.ranks[0] if self.ranks else None!r})"
 
 
 def row_order(global_route: Tensor, num_routes: int) -> Tensor:

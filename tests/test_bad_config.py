@@ -14,7 +14,7 @@ from support.steps import SMALL, Step
 import mok
 from mok import MoELayer, MoEShape, MoKConfig, RoutingSpec, VirtualGroup, Workload, functional
 from mok import schedule as schedules
-from mok.errors import CapabilityError
+from mok.errors import CapabilityError, nearest
 from mok.groups import peer_timeout_s
 from mok.workspace import create_workspace, get_workspace
 
@@ -127,6 +127,26 @@ UNKNOWN = {
 def test_unknown_parameter_names_are_errors_with_the_nearest(name: str) -> None:
     call, words = UNKNOWN[name]
     refused(call, ("did you mean", *words))
+
+
+@pytest.mark.parametrize(
+    ("given", "allowed", "near"),
+    [
+        ("torhc", ("auto", "torch", "cuda"), "torch"),
+        ("tyni", ("tiny", "kimi-k2"), "tiny"),
+        ("gb300", ("gb300-nvl72", "gb200-nvl72", "h200"), "gb300-nvl72"),
+        ("b200", ("h200", "hgx-b200"), "hgx-b200"),
+        ("minibatch", ("macrobatch_size", "minibatch_size"), "minibatch_size"),
+        ("epp", ("ep", "seed"), "ep"),
+        ("mxfp4", ("bf16", "mxfp8"), "mxfp8"),
+        ("fp4", ("bf16", "mxfp8"), None),
+        ("a100", ("h200", "hgx-b200", "gb200-nvl72"), None),
+        ("cpu", ("auto", "torch", "cuda"), None),
+        ("", ("h200",), None),
+    ],
+)
+def test_only_near_names_are_suggested(given: str, allowed: tuple[str, ...], near: str | None) -> None:
+    assert nearest(given, allowed) == (f", did you mean {near!r}?" if near else "")
 
 
 WRONG_KINDS = {
