@@ -16,7 +16,7 @@ from mok import acceptance, digest, engines, functional, ops, routing, validate
 from mok.bounds import Bound, bound
 from mok.config import MoKConfig
 from mok.engines.oracle import LayerInputs
-from mok.errors import InputError, is_int, require
+from mok.errors import CapabilityError, InputError, is_int, require
 from mok.groups import VirtualGroup
 from mok.measurement import Measurement, Timing
 from mok.session.device import device_facts, memory_bytes
@@ -37,6 +37,7 @@ OUTPUTS = (
     "d_w_shared_down",
     "d_shared_output_gate_weight",
 )
+TRACE_RECORDS, MAX_TRACE_RECORDS = 1 << 12, 1 << 15  # per lane; doubled while a launch drops some
 MEMORY_SHARE = 0.8  # of physical memory a CPU run may plan to use
 BYTES_PER_PARAMETER = 6  # bf16 weight, bf16 gradient, and the f32 copies of the experts in flight
 
@@ -212,12 +213,21 @@ class _Clock:
         return int(begin.elapsed_time(end) * 1e6), result
 
 
-def run(workload: Workload, *, repeats: int = 20, warmup: int = 2, check: bool = False, device: str | None = None) -> Measurement:
+def run(
+    workload: Workload,
+    *,
+    repeats: int = 20,
+    warmup: int = 2,
+    check: bool = False,
+    trace: bool = False,
+    device: str | None = None,
+) -> Measurement:
     """Run a workload `warmup + repeats` times and report latency, digests and routing statistics.
 
     device: "cpu" or "cuda" (default: CUDA if there is one). check: also compare with the float64 oracle under the
-    rules of `mok.acceptance` (small shapes; not for ranks="open(r)", whose output is incomplete). Raises InputError,
-    CapabilityError for an engine that is not there, and the named error of a fault (capacity, ids, time-out).
+    rules of `mok.acceptance` (small shapes; not for ranks="open(r)", whose output is incomplete). trace: one more
+    forward, after the timed ones, with the in-kernel trace on (engine "cuda" alone). Raises InputError,
+    CapabilityError for an engine or trace that is not there, and the named error of a fault (capacity, ids, time-out).
     """
     require(
         is_int(repeats) and is_int(warmup) and repeats >= 1 and warmup >= 0,
@@ -226,11 +236,17 @@ def run(workload: Workload, *, repeats: int = 20, warmup: int = 2, check: bool =
     require(not check or workload.open_rank is None, "check=True needs a complete output; ranks='open(r)' has none.")
     device = str(validate.device(device or ("cuda" if torch.cuda.is_available() else "cpu")))
     engine = engines.resolve(workload.engine, torch.device(device).type)
-    with engines.use(engine):
+    if trace and engine != "cuda":
+        raise CapabilityError(
+            f"trace=True records inside the kernels of engine 'cuda'; here engine {engine!r} runs on {device}. "
+            "mok.simulate.simulate(workload, 'h200') predicts a timeline on any machine."
+        )
+    with engines.use(engine), engines.sources(engine, workload.csrc):
         inputs = make_inputs(workload, device)
         step = Step.of(workload, inputs)
         samples, results, same = _repeat(step, _Clock(torch.device(device)), repeats, warmup)
         step.workspace.check()
+        timeline = _recorded(step) if trace else None
     shape, group = layer_of(workload)
     report = None
     if check:
@@ -257,7 +273,28 @@ def run(workload: Workload, *, repeats: int = 20, warmup: int = 2, check: bool =
         device=device_facts(),
         errors=_errors(report) if report is not None else {},
         acceptance=report,
+        trace=timeline,
+        precision_label=engines.precision_label(engine, workload.precision),
     )
+
+
+def _recorded(step: Step) -> Any:
+    """The `Trace` of one forward: every launch, one per rank that runs here."""
+    from mok.engines.cuda import options
+    from mok.trace.read import kernel as reader
+
+    records = TRACE_RECORDS
+    while True:
+        with options.trace(records) as sink:
+            step.forward(step.schedule())
+        step.workspace.check()
+        dumps = [reader.pack(buffer.data.cpu().numpy(), buffer.header()) for buffer in sink.buffers]
+        timeline = reader.read_launches(dumps, [buffer.tokens_per_expert.cpu().numpy() for buffer in sink.buffers])
+        if not timeline.meta.coverage.get("dropped") or records >= MAX_TRACE_RECORDS:
+            break
+        records *= 2
+    provenance = {**timeline.meta.provenance, "workload": step.workload.to_dict()}
+    return dataclasses.replace(timeline, meta=dataclasses.replace(timeline.meta, provenance=provenance))
 
 
 def _repeat(step: Step, clock: _Clock, repeats: int, warmup: int) -> tuple[dict[str, list[int]], dict[str, Tensor], bool]:

@@ -44,7 +44,8 @@ class Measurement:
     rates this device reached in the same run (padding counts as work there; no link is crossed in one process).
     digests: tensor -> 32 hex digits. same_bits: every repeat gave the same digests. routing: `RoutingStats` of the
     workload. errors: tensor -> relative L2 error against the float64 oracle, and acceptance: the `AcceptanceReport`,
-    both only if checked.
+    both only if checked. trace: the `Trace` of one more forward, only if asked for. precision_label: the precision as
+    it ran ("mxfp8 (emulated)" where the device has no such matrix unit).
     """
 
     workload: Workload
@@ -60,6 +61,7 @@ class Measurement:
     errors: dict[str, float] = field(default_factory=dict)
     acceptance: Any = None
     trace: Any = None
+    precision_label: str = ""
 
     @property
     def accepted(self) -> bool | None:
@@ -82,7 +84,7 @@ class Measurement:
             ("layer", f"H {shape.hidden}, I {shape.intermediate}, {shape.num_experts} experts, top-{shape.top_k}"
              f"{', shared expert' if shape.shared else ''}"),
             ("workload", f"{sum(work.token_counts)} tokens over EP {work.ep} ({work.ranks}), {work.routing}, "
-             f"{work.precision}, seed {work.seed}"),
+             f"{self.precision_label or work.precision}, seed {work.seed}"),
             ("engine", f"{self.engine} on {self.device_label}"),
         ]  # fmt: skip
         for phase, timing in self.timings.items():
@@ -110,6 +112,7 @@ class Measurement:
             "workload_key": self.workload.key(),
             "engine": self.engine,
             "device_label": self.device_label,
+            "precision_label": self.precision_label or self.workload.precision,
             "timings": {
                 phase: {"median_ms": t.median_ms, "spread_ms": list(t.spread_ms), "samples_ns": t.samples_ns.tolist()}
                 for phase, t in self.timings.items()

@@ -89,6 +89,23 @@ def faults_to(record: Tensor, device_type: str) -> Iterator[bool]:
         yield True
 
 
+def sources(name: str, folder: str | None) -> contextlib.AbstractContextManager[None]:
+    """Take engine `name`'s kernels from another `csrc` folder inside the block (None: the installed one)."""
+    if name != "cuda" or folder is None:
+        return contextlib.nullcontext()
+    build = importlib.import_module("mok.engines.cuda.build")
+    manager: contextlib.AbstractContextManager[None] = build.use_sources(folder)
+    return manager
+
+
+def precision_label(name: str, precision: str) -> str:
+    """The precision as engine `name` runs it: "mxfp8 (emulated)" where no matrix unit knows it."""
+    if name != "cuda":
+        return precision
+    labels: dict[str, str] = importlib.import_module(_MODULES[name]).PRECISION_LABELS
+    return labels[precision]
+
+
 def chosen() -> str:
     """The name `use` set here: autograd runs backward on threads of its own, which must be told."""
     return _active.get()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,10 +30,18 @@ SHARED_WEIGHT_GRADIENTS = (*GRADIENTS[5:8], GRADIENTS[8])  # sums of per-rank pa
 SMALL = MoKConfig(minibatch_size=128, macrobatch_size=256)  # a ring of two row blocks: experts straddle it
 
 
-def poison_allocator() -> None:
+def moved(case: LayerInputs, device: str) -> LayerInputs:
+    """The case with every tensor on `device`."""
+    values = {field.name: getattr(case, field.name) for field in dataclasses.fields(case)}
+    return LayerInputs(**{name: v.to(device) if isinstance(v, Tensor) else v for name, v in values.items()})
+
+
+def poison_allocator(device: torch.device | str = "cpu") -> None:
     """Leave freed blocks full of NaN behind, so that an uninitialised tensor is likely to show."""
     blocks = [
-        torch.full((size,), torch.nan) for size in (64, 1 << 10, 1 << 13, 1 << 14, 1 << 15, 1 << 16, 1 << 18) for _ in range(8)
+        torch.full((size,), torch.nan, device=device)
+        for size in (64, 1 << 10, 1 << 13, 1 << 14, 1 << 15, 1 << 16, 1 << 18)
+        for _ in range(8)
     ]
     del blocks
 
@@ -52,7 +61,7 @@ def workspace_of(
     workspace = create_workspace(
         config,
         VirtualGroup(ep, token_counts),
-        device="cpu",
+        device=case.x.device,
         num_local_tokens=len(case.x),
         hidden_size=case.x.shape[1],
         topk=case.top_experts.shape[1],
@@ -144,12 +153,12 @@ def run_step(
     """Output and, when the case has d_out, every gradient, under acceptance's names, on a poisoned machine."""
     workspace = workspace or workspace_of(case, ep=ep, config=config, token_counts=token_counts or case.token_counts)
     step = Step(case, workspace, precision=precision, config=config)
-    poison_allocator()
+    poison_allocator(case.x.device)
     results = {"out": step.forward(save_context=not recompute)}
     if recompute:
         step.recompute()
     if case.d_out is not None:
-        poison_allocator()
+        poison_allocator(case.x.device)
         results |= step.backward()
     return results
 

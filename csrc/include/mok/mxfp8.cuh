@@ -54,4 +54,22 @@ __device__ __forceinline__ float pair_amax(u32 pair, float so_far) {
   return fmaxf(so_far, fmaxf(fabsf(bf16_low(pair)), fabsf(bf16_high(pair))));
 }
 
+// A fragment of 16 x 128 as MXFP8 along its rows would represent it. Blocks of 32 columns lie in the four lanes of a
+// quad: v[2j] and v[2j+1] (rows l/4 and l/4 + 8) for four neighbouring j.
+__device__ __forceinline__ void fake_fragment(u32 (&v)[32]) {
+#pragma unroll
+  for (int block = 0; block < 4; ++block) {
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      float amax = 0;
+#pragma unroll
+      for (int j = 4 * block; j < 4 * block + 4; ++j) amax = pair_amax(v[2 * j + row], amax);
+      amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, 1));
+      amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, 2));
+#pragma unroll
+      for (int j = 4 * block; j < 4 * block + 4; ++j) v[2 * j + row] = fake_pair(v[2 * j + row], amax);
+    }
+  }
+}
+
 }  // namespace mok

@@ -9,6 +9,7 @@ is one stable sort. What cannot be paired (a dropped end) is left out and said s
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -115,6 +116,44 @@ def read(dump: bytes, tokens_per_expert: npt.ArrayLike | None = None) -> Trace:
         provenance={key: header[key] for key in header if key != "events"},
     )
     return Trace(_spans(spans, cta_spans, tokens_per_expert), Counters.none(), table, meta)
+
+
+def read_launches(dumps: Sequence[bytes], tokens_per_expert: Sequence[npt.ArrayLike | None]) -> Trace:
+    """One `Trace` of several launches on one GPU: each dump as `read` reads it, lanes side by side on the common clock.
+
+    tokens_per_expert: one entry per dump. Launches of different ranks keep their rank in the lanes. Raises InputError
+    for a damaged dump, and for no dump at all.
+    """
+    require(
+        len(dumps) == len(tokens_per_expert), f"{len(dumps)} dumps, but {len(tokens_per_expert)} tables of tokens per expert."
+    )
+    require(len(dumps) > 0, "no launch was recorded.")
+    traces = [read(dump, tokens) for dump, tokens in zip(dumps, tokens_per_expert, strict=True)]
+    if len(traces) == 1:
+        return traces[0]
+    lanes = np.cumsum([0, *(len(trace.lanes) for trace in traces)])
+    parts = [trace.spans for trace in traces]
+    names = set.intersection(*(set(part.args) for part in parts))
+    spans = Spans(
+        np.concatenate([part.start_ns for part in parts]),
+        np.concatenate([part.dur_ns for part in parts]),
+        np.concatenate([part.lane + shift for part, shift in zip(parts, lanes, strict=False)]).astype(np.int32),
+        Strings.of([text for part in parts for text in part.name.decode()]),
+        Strings.of([text for part in parts for text in part.category.decode()]),
+        np.concatenate([part.correlation for part in parts]),
+        {name: np.concatenate([part.args[name] for part in parts]) for name in sorted(names)},
+    )
+    metas = [trace.meta for trace in traces]
+    totals = {key: sum(int(meta.coverage.get(key, 0)) for meta in metas) for key in ("lanes", "records", "dropped")}
+    meta = TraceMeta(
+        tool=metas[0].tool,
+        coverage={**totals, "seen": f"{len(traces)} kernel launches"},
+        diagnostics=tuple(f"launch {i}: {text}" for i, meta in enumerate(metas) for text in meta.diagnostics),
+        clock=metas[0].clock,
+        uncertainty_ns=metas[0].uncertainty_ns,
+        provenance={"launches": [dict(meta.provenance) for meta in metas]},
+    )
+    return Trace(spans, Counters.none(), Lanes.of([row for trace in traces for row in trace.lanes.rows()]), meta)
 
 
 def _empty(diagnostics: tuple[str, ...]) -> Trace:

@@ -1,0 +1,199 @@
+"""Everything that needs a Hopper GPU, in processes side by side, each with its own end; one table and one JSON record.
+
+python tests/gpu/run_all.py OUT [PART...]
+
+Correctness does not mind company on the GPU, so parts run together; only `trace`, which looks at times, runs alone at
+the end. A part that hangs is killed at its limit and says where it stood. Writes OUT/h200_forward.json (the record),
+OUT/logs.txt (what every part printed), and one log per compute-sanitizer tool.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import datetime
+import json
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+
+from checks import HERE
+
+ACCEPTANCE_PARTS = 4
+TOGETHER = 24
+TOOLS = {
+    "memcheck": ("--report-api-errors", "no"),
+    "synccheck": (),
+    "racecheck": ("--racecheck-report", "analysis", "--print-limit", "200"),
+}
+# Of issue numbers and measures to the part that shows them: the record's reader need not know the scripts.
+SHOWS = {
+    "correct": "against float64 on every route and ring",
+    "acceptance": "mok.acceptance on all cases, both precisions; poisoned workspaces change no bit",
+    "bits": "one digest over configurations, repeats, batches and positions",
+    "functional": "EP, graphs, host syncs, faults in a replay, measure.run with a trace",
+    "engine": "each kernel beside its rule; planted faults; sizes beyond 2^31; the trace's accounting",
+    "sanitizer": "compute-sanitizer on a tiny step, and on each ordering pattern alone",
+}
+
+
+@dataclass
+class Part:
+    """One process: `group` says which claim it belongs to."""
+
+    name: str
+    group: str
+    limit_s: int
+    command: list[str]
+    alone: bool = False
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+def parts() -> list[Part]:
+    """All parts, the longest first."""
+
+    def script(name: str, *arguments: str) -> list[str]:
+        return [sys.executable, str(HERE / f"{name}.py"), *arguments]
+
+    found = []
+    sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    if pathlib.Path(sanitizer).is_file():
+        for tool, more in TOOLS.items():
+            command = [sanitizer, "--tool", tool, *more, *script("tiny")]
+            found.append(Part(tool, "sanitizer", 110, command, environment={"MOK_TIMEOUT_LOCAL": "60"}))
+        probe = [sanitizer, "--tool", "racecheck", *TOOLS["racecheck"], *script("race_probe")]
+        found.append(Part("race_probe", "sanitizer", 90, probe))
+    for i in range(ACCEPTANCE_PARTS):
+        found.append(Part(f"acceptance{i}", "acceptance", 110, script("acceptance_check", str(i), str(ACCEPTANCE_PARTS))))
+    found += [Part(name, "bits", 110, script("bits_check", name)) for name in ("configs", "configs_shared")]
+    found += [Part(name, "bits", 90, script("bits_check", name)) for name in ("positions", "ring")]
+    found.append(Part("correct", "correct", 90, script("forward_check", "correct")))
+    found += [Part(f"functional_{name}", "functional", 90, script("functional_check", name)) for name in
+              ("ep", "graph", "syncs", "faults", "measure")]  # fmt: skip
+    found.append(Part("rules", "engine", 90, script("engine_check", "schedule", "quantize", "epilogue", "contract")))
+    found += [Part(name, "engine", 90, script("engine_check", name)) for name in ("meeting", "faults", "big")]
+    found.append(Part("doctor", "functional", 60, [sys.executable, "-m", "mok", "doctor", "--json"]))
+    found.append(Part("trace", "engine", 40, script("engine_check", "trace"), alone=True))
+    return found
+
+
+def run(part: Part) -> dict[str, object]:
+    """Its record; the log is kept under "log"."""
+    start = time.perf_counter()
+    part.limit_s = min(part.limit_s, int(os.environ.get("MOK_PART_LIMIT", "600")))
+    environment = {
+        "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "2", "MOK_CHECK_LIMIT": str(part.limit_s - 5), "MOK_TIMEOUT_LOCAL": "20",
+        **os.environ, **part.environment,
+    }  # fmt: skip
+    process = subprocess.Popen(part.command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+    try:
+        log, _ = process.communicate(timeout=part.limit_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        log, _ = process.communicate()
+        log += f"\nFAIL {part.name}: killed after {part.limit_s} s\n"
+    checks = [
+        {"ok": line.startswith("ok"), "what": line[5:].strip()}
+        for line in log.splitlines()
+        if re.match(r"ok   |FAIL |BAD |ok  \{", line)
+    ]
+    found: dict[str, object] = {
+        "part": part.name, "group": part.group, "seconds": round(time.perf_counter() - start, 1), "rc": process.returncode,
+        "checks": checks, "log": log,
+    }  # fmt: skip
+    if part.group == "sanitizer":
+        found["summary"] = [line.strip("= ") for line in log.splitlines() if "SUMMARY" in line or "not supported" in line]
+        found["reports"] = reports(log)
+    return found
+
+
+def reports(log: str) -> dict[str, int]:
+    """How often the sanitizer said what, addresses and offsets left out."""
+    found: dict[str, int] = {}
+    for block in re.split(r"\n(?:=========\s*\n)", log):
+        lines = [line.strip("= ").strip() for line in block.splitlines() if line.startswith("=========")]
+        lines = [line for line in lines if re.search(r"Error|Warning|Race|hazard|Write access|Read access", line)]
+        text = re.sub(r"0x[0-9a-f]+|\S*/(?=[\w.]+\.cuh?:)", "", " | ".join(lines))
+        if text:
+            found[text] = found.get(text, 0) + 1
+    return found
+
+
+def device() -> dict[str, object]:
+    """What the numbers stand beside."""
+    import torch
+
+    from mok.session.device import device_facts
+
+    torch.zeros(1, device="cuda")
+    return device_facts()
+
+
+def main() -> int:
+    out, wanted = pathlib.Path(sys.argv[1]), sys.argv[2:]
+    out.mkdir(parents=True, exist_ok=True)
+    chosen = [part for part in parts() if not wanted or part.name in wanted or part.group in wanted]
+    facts = device()
+    results = []
+    with concurrent.futures.ThreadPoolExecutor(TOGETHER) as pool:
+        waiting = [pool.submit(run, part) for part in chosen if not part.alone]
+        for done in concurrent.futures.as_completed(waiting):
+            results.append(report(done.result()))
+            write(out, results, facts, wanted)
+    for part in chosen:
+        if part.alone:
+            results.append(report(run(part)))
+    write(out, results, facts, wanted)
+    wrong = [r["part"] for r in results if not right(r)]
+    print(
+        f"{len(results)} parts, {sum(len(r['checks']) for r in results)} checks; wrong: {', '.join(wrong) or 'none'}", flush=True
+    )
+    return bool(wrong)
+
+
+def right(result: dict) -> bool:
+    """A part ended well and none of its checks failed."""
+    return result["rc"] == 0 and all(check["ok"] for check in result["checks"])
+
+
+def report(result: dict) -> dict:
+    """One line of the table, and what failed."""
+    failed = [check["what"] for check in result["checks"] if not check["ok"]]
+    state = "ok" if right(result) else "WRONG"
+    print(
+        f"{state:6s}{result['part']:18s}rc {result['rc']}  {len(result['checks']):4d} checks  {result['seconds']:6.1f} s",
+        flush=True,
+    )
+    for what in failed[:6]:
+        print(f"      FAIL {what[:300]}", flush=True)
+    if not right(result) and not failed:
+        print("      " + "\n      ".join(result["log"].splitlines()[-8:]), flush=True)
+    for line in result.get("summary", []):
+        print(f"      {line}", flush=True)
+    return result
+
+
+def write(out: pathlib.Path, results: list[dict], facts: dict[str, object], wanted: list[str]) -> None:
+    """The record, and the logs beside it."""
+    record = {
+        "command": " ".join(["bash tests/gpu/run_all.sh OUT", *wanted]),
+        "commit": os.environ.get("MOK_COMMIT", "unknown"),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "device": facts,
+        "shows": SHOWS,
+        "parts": [{key: value for key, value in r.items() if key != "log"} for r in sorted(results, key=lambda r: r["part"])],
+    }
+    (out / "h200_forward.json").write_text(json.dumps(record, indent=1) + "\n")
+    with (out / "logs.txt").open("w") as file:
+        for r in results:
+            file.write(f"##### {r['part']}\n{r['log'][-60_000:]}\n")
+            if r["group"] == "sanitizer":
+                (out / f"{r['part']}.log").write_text(r["log"][-2_000_000:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
