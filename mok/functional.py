@@ -149,7 +149,7 @@ def forward(
             rows = step.span(counts, r)
             slots = workspace.combine[r][: counts[r] * workspace.topk]
             outputs.append(
-                ops.fwd_epilogue(y_shared, slots, router_weights[rows], step.visible(part, workspace, r), part.num_tokens)
+                ops.fwd_epilogue(y_shared, slots, router_weights[rows], part.num_tokens, step.visible(part, workspace, r))
             )
         saved = None
         if save_context:
@@ -304,7 +304,7 @@ def backward(
             seen = step.visible(part, workspace, r)
             d_x_shared = gate.add_to(index, parts[index][0]) if shared else None
             slots = workspace.d_x_routed[r][: counts[r] * workspace.topk]
-            d_x.append(ops.bwd_epilogue(d_x_shared, slots, workspace.topk, seen, part.num_tokens))
+            d_x.append(ops.bwd_epilogue(d_x_shared, slots, part.num_tokens, seen))
             d_router.append(step.router_gradient(workspace.d_router_weight[r][: counts[r]], seen, part.num_tokens))
         routed_grads = [None if mains[i] is not None else step.packed([p[1 + i] for p in parts]) for i in range(3)]
         shared_grads = [

@@ -2,8 +2,10 @@
 
 Each op calls the active engine (`mok.engines.use`), has a fake implementation, and states what it mutates, so a whole
 step traces under `torch.compile(fullgraph=True)`. Peers are lists of tensors, one per rank: a pointer table that
-torch can see. Symbols: T tokens of this rank, K top-k, H hidden, I intermediate, Eloc local experts, EP ranks,
-cap schedule rows, ring macrobatch ring rows.
+torch can see. Names, meaning and results are upstream's; arguments differ where upstream passes pointers, and where
+ours adds (unequal token counts, faults, row blocks). Programs call `mok.functional`, whose calls are upstream's.
+Symbols: T tokens of this rank, K top-k, H hidden, I intermediate, Eloc local experts, EP ranks, cap schedule rows,
+ring macrobatch ring rows.
 """
 
 import contextlib
@@ -16,6 +18,7 @@ from torch import Tensor
 from mok import engines, workspace
 from mok.engines import fakes, output_gate, router, torch_engine
 from mok.engines.exact import exact
+from mok.errors import require
 
 _FORWARD_MUTATES = ("combine_peers",)
 _MAIN_GRADS = ("routed_gate_main", "routed_up_main", "routed_down_main", "shared_gate_main", "shared_up_main", "shared_down_main")
@@ -276,13 +279,15 @@ def fwd_epilogue(
     y_shared: Tensor | None,
     combine_buffer: Tensor,
     topk_weights: Tensor,
-    top_experts: Tensor | None = None,
     num_tokens: Tensor | None = None,
+    top_experts: Tensor | None = None,
 ) -> Tensor:
     """bf16 [T, H] = y_shared + sum_k w_k * y_k, f32, k ascending. combine_buffer bf16 [>= T*K, H], topk_weights f32 [T, K].
 
     Slots and weights whose id in `top_experts` i32 [T, K] is -1 are never read. `num_tokens` < 0 (a fault) gives NaN.
     """
+    rows = topk_weights.numel()
+    require(combine_buffer.shape[0] >= rows, f"combine_buffer must have at least {rows} rows, got {combine_buffer.shape[0]}.")
     engine = engines.active(combine_buffer.device.type)
     result: Tensor = engine.forward_epilogue(y_shared, combine_buffer, topk_weights, top_experts, num_tokens)
     return result
@@ -293,11 +298,20 @@ def fwd_epilogue(
 def bwd_epilogue(
     d_x_shared: Tensor | None,
     d_x_routed_buffer: Tensor,
-    top_k: int,
-    top_experts: Tensor | None = None,
     num_tokens: Tensor | None = None,
+    top_experts: Tensor | None = None,
 ) -> Tensor:
-    """bf16 [T, H] = d_x_shared + sum_k d_x_k, f32, k ascending. d_x_routed_buffer bf16 [T*K, H]; -1 slots are never read."""
+    """bf16 [T, H] = d_x_shared + sum_k d_x_k, f32, k ascending. d_x_routed_buffer bf16 [T*K, H].
+
+    K comes from `top_experts` i32 [T, K], whose -1 slots are never read, or without it from d_x_shared's T. `num_tokens`
+    < 0 (a fault) gives NaN. Raises InputError when neither says T, or when the buffer is no [T*K, H].
+    """
+    known = top_experts if top_experts is not None else d_x_shared
+    require(known is not None, "bwd_epilogue needs d_x_shared or top_experts: one of them says how many tokens there are.")
+    assert known is not None
+    rows, tokens = d_x_routed_buffer.shape[0], known.shape[0]
+    top_k = top_experts.shape[1] if top_experts is not None else rows // max(1, tokens)
+    require(rows == tokens * top_k, f"d_x_routed_buffer must have {tokens} * {top_k} rows, got {rows}.")
     engine = engines.active(d_x_routed_buffer.device.type)
     result: Tensor = engine.backward_epilogue(d_x_shared, d_x_routed_buffer, top_k, top_experts, num_tokens)
     return result

@@ -302,10 +302,10 @@ def test_weights_of_more_than_two_to_the_31_elements_have_the_right_shapes() -> 
         )
         assert tuple(context[0].shape) == (ring, hidden)
         assert y.numel() == 0
-        out = ops.fwd_epilogue(None, slots, weights, top[0], tables[2])
+        out = ops.fwd_epilogue(None, slots, weights, tables[2], top[0])
         assert tuple(out.shape) == (tokens, hidden)
         grads = ops.dispatch_mlp_swiglu_combine_bwd_bf16(
             context, [x], [x], [weights], [slots], [weights.clone()], x, [], routed, *[None] * 6, *tables, *step, *tail, "bf16"
         )
         assert [tuple(g.shape) for g in grads[1:4]] == [tuple(w.shape) for w in routed]
-        assert tuple(ops.bwd_epilogue(None, slots, top_k, top[0], tables[2]).shape) == (tokens, hidden)
+        assert tuple(ops.bwd_epilogue(None, slots, tables[2], top[0]).shape) == (tokens, hidden)

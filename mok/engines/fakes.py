@@ -116,12 +116,11 @@ def _backward(
 
 
 def _fwd_epilogue(
-    y_shared: Any, combine_buffer: Tensor, topk_weights: Tensor, top_experts: Any = None, num_tokens: Any = None
+    y_shared: Any, combine_buffer: Tensor, topk_weights: Tensor, num_tokens: Any = None, top_experts: Any = None
 ) -> Tensor:
     return combine_buffer.new_empty((topk_weights.shape[0], combine_buffer.shape[1]))
 
 
-def _bwd_epilogue(
-    d_x_shared: Any, d_x_routed_buffer: Tensor, top_k: int, top_experts: Any = None, num_tokens: Any = None
-) -> Tensor:
-    return d_x_routed_buffer.new_empty((d_x_routed_buffer.shape[0] // top_k, d_x_routed_buffer.shape[1]))
+def _bwd_epilogue(d_x_shared: Any, d_x_routed_buffer: Tensor, num_tokens: Any = None, top_experts: Any = None) -> Tensor:
+    known = top_experts if top_experts is not None else d_x_shared
+    return d_x_routed_buffer.new_empty((known.shape[0], d_x_routed_buffer.shape[1]))
