@@ -1,32 +1,53 @@
 """MoK Workbench: explore, ablate and time a deterministic mixture-of-experts training megakernel.
 
-`import mok` is light: torch and plotly are imported where they are used.
+`import mok` imports nothing else: every name is loaded when it is first asked for, torch and plotly where they are used.
 """
 
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mok.config import MoKConfig
-from mok.errors import MokError
-from mok.shapes import MoEShape
-from mok.workload import RoutingSpec, Workload
+if TYPE_CHECKING:
+    from mok.config import MoKConfig
+    from mok.errors import MokError
+    from mok.shapes import MoEShape
+    from mok.workload import RoutingSpec, Workload
 
 __version__ = "0.1.0"
 
 _LAZY = {
+    "MoEShape": "mok.shapes",
+    "MoKConfig": "mok.config",
+    "MokError": "mok.errors",
+    "RoutingSpec": "mok.workload",
+    "Workload": "mok.workload",
     "run": "mok.measure",
     "Measurement": "mok.measurement",
     "VirtualGroup": "mok.groups",
     "MoELayer": "mok.layer",
     "Routing": "mok.routing",
 }
+_FLOOR = ("config", "errors", "shapes", "workload")
 
-__all__ = ["MoEShape", "MoKConfig", "MokError", "RoutingSpec", "Workload", "__version__", *_LAZY]
+__all__ = [
+    "Measurement",
+    "MoELayer",
+    "MoEShape",
+    "MoKConfig",
+    "MokError",
+    "Routing",
+    "RoutingSpec",
+    "VirtualGroup",
+    "Workload",
+    "__version__",
+    "run",
+]
 
 
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)
+    if name in _FLOOR:  # `import mok` is enough to write `except mok.errors.InputError`
+        return importlib.import_module(f"mok.{name}")
     raise AttributeError(f"module 'mok' has no attribute {name!r}")

@@ -1,6 +1,7 @@
 """The project's frame: what is packaged, what installs where, and the rules every file keeps."""
 
 import ast
+import graphlib
 import json
 import os
 import re
@@ -267,12 +268,47 @@ def test_make_clean_keeps_runs_and_environment(checkout: Path) -> None:
     assert left == {"Makefile", "pyproject.toml", "constraints.txt", "runs/one/a.ipynb", ".venv/bin/python"}
 
 
-def test_ci_runs_the_readme_commands() -> None:
-    script = (ROOT / ".ci/run").read_text()
-    assert script.startswith("#!/usr/bin/env bash")
-    assert "set -euo pipefail" in script
-    assert os.access(ROOT / ".ci/run", os.X_OK)
-    assert {"make demo", "make test", "make check"} <= {line.split(" #")[0].strip() for line in script.splitlines()}
+@pytest.mark.parametrize("broken", ["", "demo", "check", "test"])
+def test_ci_runs_everything_and_ends_with_pytests_closing_line(tmp_path: Path, broken: str) -> None:
+    """The real script beside a `make` that writes down what it is asked for and fails where it is told to."""
+    (tmp_path / ".ci").mkdir()
+    script = shutil.copy(ROOT / ".ci/run", tmp_path / ".ci/run")
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    lines = ["#!/bin/bash", 'echo "$1" >>asked', '[ "$1" != test ] || echo "=== 3 passed in 1.00s ==="']
+    lines += [f'[ "$1" != "{broken}" ] || {{ echo "make: *** Error 1" >&2; exit 2; }}']
+    (tools / "make").write_text("\n".join(lines) + "\n")
+    (tools / "make").chmod(0o755)
+    environment = os.environ | {"PATH": f"{tools}:{os.environ['PATH']}"}
+    done = subprocess.run([script], cwd="/", env=environment, capture_output=True, text=True, check=False)
+    assert (tmp_path / "asked").read_text().split() == ["demo", "check", "test"]
+    assert done.stdout.splitlines()[-1] == "=== 3 passed in 1.00s ==="
+    assert done.returncode == (1 if broken else 0), done.stderr
+
+
+def imports_of(name: str, path: Path, modules: set[str]) -> set[str]:
+    """Modules of the package that `path` imports when it runs, anywhere in it; imports for type checkers alone do not count."""
+    tree = ast.parse(path.read_text())
+    conditional = [node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)]
+    skipped = {id(inner) for node in conditional for inner in ast.walk(node)}
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import) and id(node) not in skipped:
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and id(node) not in skipped:
+            below = {f"{node.module}.{alias.name}" for alias in node.names} & modules
+            found |= below if len(below) == len(node.names) else below | {str(node.module)}
+    return (found & modules) - {name}
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    dotted = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in tracked("mok/*.py")}
+    paths = {name.removesuffix(".__init__"): path for name, path in dotted.items()}
+    graph = {name: imports_of(name, path, set(paths)) for name, path in paths.items()}
+    assert graph["mok.trace.model"] >= {"mok.trace.store", "mok.trace.columns"}
+    list(graphlib.TopologicalSorter(graph).static_order())  # CycleError names the circle
+    with pytest.raises(graphlib.CycleError):
+        list(graphlib.TopologicalSorter(graph | {"mok.errors": {"mok.trace.model"}}).static_order())
 
 
 def test_ruff_exceptions_carry_their_reason() -> None:

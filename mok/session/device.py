@@ -12,6 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from mok.memory import physical_bytes
 from mok.session import nvml
 
 
@@ -68,10 +69,7 @@ def usable_cores() -> int:
 
 def memory_bytes() -> int | None:
     """Physical memory, or None where the system does not tell."""
-    names = getattr(os, "sysconf_names", {})
-    if "SC_PHYS_PAGES" in names and "SC_PAGE_SIZE" in names:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return None
+    return physical_bytes()
 
 
 def torch_cuda() -> str | None:

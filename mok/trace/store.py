@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from mok.errors import InputError, require
 from mok.parquet import check_file, connection, plain_name, quoted, replacing
-from mok.trace.model import NO_VALUE, SCHEMA, Column, Counters, Lanes, Spans, Strings, Trace, TraceMeta
+from mok.trace.columns import NO_VALUE, SCHEMA, Column, Counters, Lanes, Spans, Strings, TraceMeta
 
 if TYPE_CHECKING:
     import duckdb
@@ -32,18 +32,17 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,62}")
 _HINT = "give a file written by Trace.write or `mok simulate --trace`"
 
 
-def write(trace: Trace, path: Path) -> Path:
-    """Write `trace` to `path` in one atomic step, replacing an earlier trace only.
+def write(path: Path, spans: Spans, counters: Counters, lanes: Lanes, meta: TraceMeta) -> Path:
+    """Write a trace's columns to `path` in one atomic step, replacing an earlier trace only.
 
     Raises InputError: `path` exists and is no trace, an argument's name is not an identifier, the disk refuses.
     """
-    rows = len(trace.spans) + len(trace.counters)
+    rows = len(spans) + len(counters)
     require(rows <= MAX_ROWS, f"{rows} rows exceed the limit of {MAX_ROWS} per trace file; take fewer spans.")
     if path.exists():
         require(path.is_file() and _is_trace(path), f"{path} exists and is no trace; it is left alone. Choose another name.")
-    for name in trace.spans.args:
+    for name in spans.args:
         require(_NAME.fullmatch(name) is not None, f"argument name {name!r} is not an identifier of at most 63 characters.")
-    spans, counters, meta = trace.spans, trace.counters, trace.meta
     header = {
         "meta": {
             "tool": meta.tool,
@@ -54,7 +53,7 @@ def write(trace: Trace, path: Path) -> Path:
             "uncertainty_ns": meta.uncertainty_ns,
             "provenance": dict(meta.provenance),
         },
-        "lanes": trace.lanes.rows(),
+        "lanes": lanes.rows(),
     }
     columns: dict[str, npt.NDArray[Any]] = {
         "start_ns": spans.start_ns,
@@ -88,8 +87,11 @@ def write(trace: Trace, path: Path) -> Path:
     return path
 
 
-def read(path: Path) -> Trace:
-    """The trace in `path`. Raises InputError for anything that is not a whole trace; see the module."""
+def read(path: Path) -> tuple[Spans, Counters, Lanes, TraceMeta]:
+    """The columns in `path`, types checked; `Trace` checks them against each other.
+
+    Raises InputError for anything that is no trace file; see the module.
+    """
     check_file(path, "trace", _HINT, MAX_FILE_BYTES)
     with plain_name(path) as name, connection(str(path)) as duck:
         header = _header(duck, name, path)
@@ -107,10 +109,7 @@ def read(path: Path) -> Trace:
             "SELECT start_ns::BIGINT AS t_ns, lane::INTEGER AS lane, value FROM rows WHERE record = 'counter'"
         ).fetchnumpy()
     counters = Counters(_whole(sample["t_ns"], path), _whole(sample["lane"], path), np.ma.filled(sample["value"], np.nan))
-    try:
-        return Trace(spans, counters, *header)
-    except InputError as error:
-        raise InputError(f"{path}: {error}") from None
+    return spans, counters, *header
 
 
 def _spans(duck: duckdb.DuckDBPyConnection, found: dict[str, str], path: Path) -> Spans:
