@@ -9,7 +9,8 @@ after padding, H hidden, I intermediate, Eloc local experts, T tokens of this ra
   recompute FLOPs 4 R H I; HBM 4 Eloc H I + 2 R (2 H + 3 I), R of macrobatch 0: rows in, GATE_UP, nothing out
   link      4 R H (EP - 1) / EP per direction and pass: rows in, rows out (recompute: half of it)
 
-The shared expert adds its tokens to the FLOPs, and its weights and activations to the bytes; it crosses no link.
+The shared expert adds its tokens to the FLOPs, and its weights and activations to the bytes; it crosses no link. Without
+tokens it is not touched: a rank without rows and tokens has a bound of 0, and nothing is a fraction of it.
 """
 
 from __future__ import annotations
@@ -139,7 +140,7 @@ def bound(
     hidden, inner = shape.hidden, shape.intermediate
     shared = tokens if shape.shared else 0
     weight = BF16_BYTES if precision == "bf16" else MXFP8_BYTES
-    weights = 3 * hidden * inner * (weight * num_local_experts + (BF16_BYTES if shape.shared else 0))
+    weights = 3 * hidden * inner * (weight * num_local_experts + (BF16_BYTES if shared else 0))
     all_rows = rows + shared
     if phase == "forward":
         flops = 6 * all_rows * hidden * inner

@@ -45,7 +45,7 @@ class Measurement:
     digests: tensor -> 32 hex digits. same_bits: every repeat gave the same digests. routing: `RoutingStats` of the
     workload. errors: tensor -> relative L2 error against the float64 oracle, and acceptance: the `AcceptanceReport`,
     both only if checked. trace: the `Trace` of one more forward, only if asked for. precision_label: the precision as
-    it ran ("mxfp8 (emulated)" where the device has no such matrix unit).
+    it ran ("mxfp8 (emulated)" where the device has no such matrix unit). notes: what a reader of the numbers must know.
     """
 
     workload: Workload
@@ -61,6 +61,7 @@ class Measurement:
     errors: dict[str, float] = field(default_factory=dict)
     acceptance: Any = None
     trace: Any = None
+    notes: tuple[str, ...] = ()
     precision_label: str = ""
 
     @property
@@ -90,20 +91,22 @@ class Measurement:
         for phase, timing in self.timings.items():
             low, high = timing.spread_ms
             rate = ""
-            if phase in self.flops:
+            if self.flops.get(phase):  # a step without rows has no rate, and its bound is 0
                 share = f"{self.fraction_of_bound(phase):.0%} of the {self.bounds[phase].binding} bound"
                 rate = f", {self.tflops(phase):.3g} TFLOP/s, {share}"
             rows.append((f"{phase} ms", f"{timing.median_ms:.3f} [{low:.3f}, {high:.3f}] of {len(timing.samples_ns)}{rate}"))
         rows.append(("same bits every repeat", "yes" if self.same_bits else "NO"))
         stats = self.routing
-        rows.append(("load max/mean", f"expert {stats.max_over_mean_expert:.2f}, rank {stats.max_over_mean_rank:.2f}"))
-        rows.append(("padding share", f"{stats.padding_share:.1%} of rows"))
+        if stats.num_routes:
+            rows.append(("load max/mean", f"expert {stats.max_over_mean_expert:.2f}, rank {stats.max_over_mean_rank:.2f}"))
+            rows.append(("padding share", f"{stats.padding_share:.1%} of rows"))
+        else:
+            rows.append(("load max/mean", "no routes"))
         if self.accepted is not None:
-            worst = max(self.errors, key=lambda name: self.errors[name])
-            rows.append(
-                ("float64 oracle", f"{'accepted' if self.accepted else 'REJECTED'}, worst {worst} {self.errors[worst]:.2e}")
-            )
-        return rows
+            worst = max(self.errors, key=lambda name: self.errors[name], default=None)
+            found = "nothing to compare" if worst is None else f"worst {worst} {self.errors[worst]:.2e}"
+            rows.append(("float64 oracle", f"{'accepted' if self.accepted else 'REJECTED'}, {found}"))
+        return rows + [("note", note) for note in self.notes]
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready data: samples in ns, digests, statistics, device facts."""
@@ -127,6 +130,7 @@ class Measurement:
             "device": self.device,
             "errors": dict(self.errors),
             "accepted": self.accepted,
+            "notes": list(self.notes),
         }
 
     def __repr__(self) -> str:

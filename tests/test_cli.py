@@ -2,8 +2,11 @@
 
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,8 @@ import torch
 
 from mok import MoEShape, Workload, cli, routing
 from mok.cli import options
+
+CSRC = Path(__file__).parent.parent / "csrc"
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -46,6 +51,14 @@ def test_help_is_quick() -> None:
         (("run", "--shape", "64x64x4x8"), ("top_k=8 exceeds num_experts=4",)),
         (("run", "--shape", "64x64x4x2+share"), ("+shared",)),
         (("run", "--tokens", "3,x"), ("'3,x'", "256,0,128,64")),
+        (("run", "--tokens", "-5"), ("'-5'", "whole numbers >= 0")),
+        (("run", "--shape", "128x128"), ("2 sizes and needs 4", "512x256x32x4")),
+        (("run", "--shape", "dense"), ("unknown shape preset 'dense'", "HxIxExK")),
+        (("run", "--precision", "fp4"), ("unknown precision 'fp4'. Allowed",)),
+        (("run", "--csrc", "nowhere"), ("no folder with a forward.cu",)),
+        (("run", "--engine", "torch", "--csrc", str(CSRC)), ("csrc is read by engine='cuda' only",)),
+        (("run", "--workload", "/dev/zero"), ("/dev/zero is not a regular file",)),
+        (("run", "--engine", "upstream"), ("not part of this version",)),
         (("run", "--tokens", "3,4"), ("one per rank (ep=1)",)),
         (("run", "--engine", "torhc"), ("did you mean 'torch'",)),
         (("run", "--routing", "zipff:1"), ("did you mean 'zipf'",)),
@@ -166,6 +179,7 @@ def test_routing_stats(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> No
     assert json.loads(out)["load_per_expert"] == [12, 12, 0, 0, 0, 0, 0, 0]
     _, out, _ = run(capsys, "routing", "stats", str(tmp_path / "r.parquet"))
     assert "0 with 12 routes, 4.00 x the mean" in out
+    assert "all on one; choose --ep" in out
     code, _, err = run(capsys, "routing", "stats", str(tmp_path / "r.parquet"), "--step", "3")
     assert (code, err.count("\n")) == (2, 1)
     assert "recorded steps: 0, 5" in err
@@ -197,3 +211,53 @@ def test_a_closed_pipe_is_no_error() -> None:
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True, env=os.environ)
     assert done.stderr == ""
     assert done.stdout.strip() in ("0", "1")
+
+
+def test_a_workload_file_is_never_read_past_its_limit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    huge = tmp_path / "huge.json"
+    with huge.open("wb") as stream:
+        stream.truncate(1 << 40)  # sparse: a terabyte that takes no disk
+    code, _, err = run(capsys, "run", "--workload", str(huge))
+    assert (code, err.count("\n")) == (2, 1)
+    assert f"over {options.MAX_WORKLOAD_BYTES} bytes" in err
+    os.mkfifo(tmp_path / "pipe")
+    code, _, err = run(capsys, "run", "--workload", str(tmp_path / "pipe"))  # opening it would wait for a writer
+    assert (code, "not a regular file" in err) == (2, True)
+
+
+def test_a_step_without_tokens_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "run", "--tokens", "0", "--ep", "2", "--repeats", "1", "--check")
+    assert (code, err) == (0, "")
+    assert "no routes" in out
+    assert "nan" not in out
+    assert "bound" not in out
+    assert re.search(r"float64 oracle +accepted", out)
+
+
+def test_help_offers_only_engines_that_are_there(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run(capsys, "run", "--help")
+    assert "auto, torch or cuda" in " ".join(out.split())
+    assert "upstream: not in this version" in " ".join(out.split())
+    assert "two ranks' worth" in " ".join(out.split())
+
+
+@pytest.mark.parametrize("after_s", [0.1, 0.4, 1.5])
+def test_ctrl_c_is_one_line(after_s: float) -> None:
+    """The child says when the console script's entry is imported, and is interrupted later: while it imports, then repeats."""
+    code = "import sys; from mok.__main__ import main; print('go', flush=True); sys.exit(main())"
+    command = [sys.executable, "-c", code, "run", "--repeats", "100000"]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    assert child.stdout.readline() == "go\n"
+    time.sleep(after_s)
+    child.send_signal(signal.SIGINT)
+    out, err = child.communicate(timeout=60)
+    assert (child.returncode, out, err) == (130, "", "mok: interrupted\n")
+
+
+def test_an_interrupt_leaves_the_callers_handler(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr("mok.session.capabilities", lambda: signal.raise_signal(signal.SIGINT))
+    code, out, err = run(capsys, "doctor")
+    assert (code, out, err) == (130, "", "mok: interrupted\n")
+    assert signal.getsignal(signal.SIGINT) is before

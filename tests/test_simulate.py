@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from pathlib import Path
 
@@ -352,36 +351,3 @@ def test_an_empty_rank_still_has_a_timeline() -> None:
 def test_mistakes_are_named(change: dict, arguments: dict, words: str) -> None:
     with pytest.raises(InputError, match=words):
         simulate(workload(**change), **arguments)
-
-
-# ---- the command -----------------------------------------------------------------------------------------------------
-
-
-def test_the_command_prints_writes_and_explains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from mok.cli import main
-
-    given = ["simulate", "--shape", "deepseek-v3", "--ep", "64", "--tokens", "8192", "--routing", "zipf:1.2", "--comm-sms", "24"]
-    target = tmp_path / "out.parquet"
-    assert main([*given, "--trace", str(target)]) == 0
-    out = capsys.readouterr().out
-    assert "simulated: gb300-nvl72" in out
-    assert "SM share 15.8% (24 of 152)" in out
-    assert str(target) in out
-    assert [path.name for path in tmp_path.iterdir()] == ["out.parquet"]  # one file
-    trace = Trace.read(target)
-    assert trace.meta.tool == "simulated: gb300-nvl72"
-    assert trace.meta.provenance["workload"]["config"]["fwd_num_comm_sms"] == 24
-    assert main([*given, "--machine", "gb200-nvl72", "--json"]) == 0
-    data = json.loads(capsys.readouterr().out)
-    assert data["label"] == "simulated: gb200-nvl72"
-    assert data["phases_ms"]["step"] > data["phases_ms"]["forward"] > 0
-    assert main([*given, "--machine", "gb301-nvl72"]) == 2
-    assert "did you mean 'gb300-nvl72'" in capsys.readouterr().err
-
-
-def test_the_commands_help_names_every_machine(capsys: pytest.CaptureFixture[str]) -> None:
-    from mok.cli import main
-
-    assert main(["simulate", "--help"]) == 0
-    text = capsys.readouterr().out
-    assert all(name in text for name in MACHINES)

@@ -118,7 +118,16 @@ def test_a_sweep_is_its_simulations() -> None:
 
 def test_every_axis_turns_its_own_knob() -> None:
     h200 = MACHINES["h200"]
-    values = {"comm_sms": 6, "minibatch": 384, "ep": 8, "skew": 0.5, "link_gbps": 99.0, "host_factor": 7.0}
+    values = {
+        "comm_sms": 6,
+        "fwd_num_comm_sms": 6,
+        "bwd_num_comm_sms": 6,
+        "minibatch": 384,
+        "ep": 8,
+        "skew": 0.5,
+        "link_gbps": 99.0,
+        "host_factor": 7.0,
+    }
     for axis, value in (values | {"intermediate": 1024, "tokens": 77}).items():
         job, chip = at(small(), h200, axis, value)
         assert (job != small()) != (chip != h200)
@@ -136,7 +145,16 @@ def crossing_of(compute: list[float], comm: list[float]) -> float | None:
     column = {"forward": np.ones(3)}
     rest = (column,) * 2
     table = Sweep(
-        "x", "x", "m", np.array([1.0, 2.0, 4.0]), *rest, {"forward": np.array(compute)}, {"forward": np.array(comm)}, *rest, *rest
+        "x",
+        "x",
+        "m",
+        True,
+        np.array([1.0, 2.0, 4.0]),
+        *rest,
+        {"forward": np.array(compute)},
+        {"forward": np.array(comm)},
+        *rest,
+        *rest,
     )
     return break_even(table, "forward")
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import signal
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, cast
@@ -23,6 +25,7 @@ from mok.cli.options import (
     Combine,
     CommSms,
     Direction,
+    Engine,
     Ep,
     Macrobatch,
     Minibatch,
@@ -35,13 +38,16 @@ from mok.cli.options import (
     ShapeText,
     TokensText,
     WorkloadFile,
+    check_sources,
+    new_file,
+    parse_sweep,
     step_of,
 )
-from mok.errors import MokError
-from mok.workload import ENGINES
+from mok.errors import MokError, require
 
 EXIT_WRONG = 1
 EXIT_MISTAKE = 2
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells say it
 
 # typer carries its own copy of click in some versions and the package in others; its public error leads to the root.
 UsageError = cast(type[Exception], typer.BadParameter.__mro__[1])
@@ -53,10 +59,22 @@ app.add_typer(bench_app, name="bench")
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
+class _Interrupted(BaseException):
+    """Ctrl-C, under a name of our own: typer answers KeyboardInterrupt with an empty line first."""
+
+
+def _interrupt(*_: object) -> None:
+    raise _Interrupted
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code. The console script and the tests call this."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    main_thread = threading.current_thread() is threading.main_thread()
+    before = signal.getsignal(signal.SIGINT)
     try:
+        if main_thread and before is not signal.SIG_IGN:  # a shell's background job ignores it, and so do we
+            signal.signal(signal.SIGINT, _interrupt)
         code = typer.main.get_command(app).main(given, prog_name="mok", standalone_mode=False)
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
@@ -64,13 +82,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _mistake(str(error), given)
     except UsageError as error:
         return _mistake(_usage_message(error), given)
-    except (typer.Abort, KeyboardInterrupt):
+    except (typer.Abort, KeyboardInterrupt, _Interrupted):
         sys.stderr.write("mok: interrupted\n")
-        return 130
+        return EXIT_INTERRUPTED
     except BrokenPipeError:
         # The reader of a pipe left (`mok ... | head`): nothing is wrong, and Python must not complain at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    finally:
+        if main_thread:
+            signal.signal(signal.SIGINT, before)
 
 
 def _mistake(message: str, given: Sequence[str]) -> int:
@@ -148,12 +169,12 @@ def run(
     precision: Precision = None,
     direction: Direction = None,
     ranks: RanksText = None,
-    engine: Annotated[str | None, typer.Option(help=", ".join(ENGINES))] = None,
+    engine: Engine = None,
     seed: Seed = None,
     swiglu_limit: Annotated[float | None, typer.Option(help="Clamp of gate and up before SwiGLU.")] = None,
     shared_output_gate: Annotated[bool | None, typer.Option(help="Gate on the shared expert's output.")] = None,
     recompute: Recompute = None,
-    csrc: Annotated[str | None, typer.Option(help="Kernel source folder other than the wheel's.")] = None,
+    csrc: Annotated[str | None, typer.Option(help="Kernel source folder other than the installed one; engine cuda.")] = None,
     minibatch: Minibatch = None,
     macrobatch: Macrobatch = None,
     comm_sms: CommSms = None,
@@ -197,9 +218,17 @@ def run(
         row_block=row_block,
         capacity_multiplier=capacity_multiplier,
     )
-    from mok import measure
+    from mok import engines, measure
+    from mok import routing as routings
 
+    if work.csrc is not None:
+        import torch
+
+        check_sources(work.csrc, engines.resolve(work.engine, "cuda" if torch.cuda.is_available() else "cpu"))
     measurement = measure.run(work, repeats=repeats, check=check)
+    repeated = routings.repetition(work.routing, measurement.routing.num_tokens)
+    if repeated:
+        measurement = measurement.replace(notes=(*measurement.notes, repeated))
     _emit(measurement.summary_rows(), measurement.to_dict(), as_json)
     if measurement.accepted is False:
         raise typer.Exit(EXIT_WRONG)
@@ -225,7 +254,12 @@ def simulate(
     row_block: RowBlock = None,
     capacity_multiplier: CapacityMultiplier = None,
     rank: Annotated[int | None, typer.Option(help="Which rank; default: the one with most rows.")] = None,
-    trace: Annotated[Path | None, typer.Option(help="Write the timeline to this Parquet file.")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Write the timeline to this Parquet file: a new name in a folder that exists.")
+    ] = None,
+    sweep: Annotated[
+        str | None, typer.Option(help="AXIS=V,V,...: one line per value of fwd_num_comm_sms, minibatch, ep, skew, link_gbps...")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Predict one rank's MoE step on a machine you need not have. Everything it says is marked as simulated.
@@ -235,7 +269,12 @@ def simulate(
       mok simulate --shape deepseek-v3 --ep 64 --tokens 8192
       mok simulate --machine h200 --shape qwen3-235b-a22b --ep 8 --tokens 4096 --comm-sms 16 --minibatch 2048
       mok simulate --shape deepseek-v3 --ep 64 --tokens 8192 --routing zipf:1.2 --json --trace out.parquet
+      mok simulate --machine h200 --shape deepseek-v3 --ep 8 --tokens 8192 --sweep fwd_num_comm_sms=4,8,16,40
     """
+    if trace is not None:
+        new_file(trace, "--trace")
+    turned = None if sweep is None else parse_sweep(sweep)
+    require(turned is None or (trace is None and rank is None), "--sweep takes neither --trace nor --rank; leave them out.")
     work = step_of(
         workload,
         shape=shape,
@@ -254,6 +293,15 @@ def simulate(
         row_block=row_block,
         capacity_multiplier=capacity_multiplier,
     )
+    if turned is not None:
+        from mok.simulate import whatif
+
+        table = whatif.sweep(work, machine, *turned)
+        trust = f"simulated: {table.machine}" + ("" if table.calibrated else ", uncalibrated")
+        _emit([("prediction", trust)], table.to_dict(), as_json)
+        if not as_json:
+            _table(table.rows())
+        return
     from mok.simulate import simulate as predict
 
     prediction = predict(work, machine, rank=rank)
@@ -267,7 +315,10 @@ def routing_stats(
     file: Annotated[Path, typer.Argument(help="A recorded routing (Parquet).")],
     step: Annotated[int | None, typer.Option(help="Training step; default: the last one.")] = None,
     layer: Annotated[int | None, typer.Option(help="MoE layer; default: the first one.")] = None,
-    ep: Annotated[int, typer.Option(help="Expert-parallel ranks to spread the experts over.")] = 1,
+    ep: Annotated[
+        int | None,
+        typer.Option(help="Ranks to spread the experts over; default: as recorded, if that divides the experts."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Load per expert and rank, imbalance, padding and capacity of one recorded routing.
@@ -280,6 +331,8 @@ def routing_stats(
     from mok import routing
 
     recorded = routing.load(file)
+    if ep is None:
+        ep = recorded.ranks if recorded.num_experts % recorded.ranks == 0 else 1
     stats = routing.stats(recorded.routing(step, layer), recorded.num_experts, ep)
     load = stats.load_per_expert
     rows = [
@@ -287,7 +340,7 @@ def routing_stats(
         ("routes", f"{stats.num_routes} of {stats.num_tokens} tokens x {stats.top_k}"),
         ("busiest expert", f"{int(load.argmax())} with {int(load.max())} routes, {stats.max_over_mean_expert:.2f} x the mean"),
         ("quietest expert", f"{int(load.argmin())} with {int(load.min())} routes"),
-        ("busiest rank", f"{stats.max_over_mean_rank:.2f} x the mean of {stats.ep}"),
+        ("busiest rank", f"{stats.max_over_mean_rank:.2f} x the mean of {stats.ep}" if ep > 1 else "all on one; choose --ep"),
         ("gini", f"{stats.gini:.3f}"),
         ("entropy", f"{stats.entropy:.3f}"),
         ("padding", f"{stats.padding_share:.1%} of rows in blocks of {stats.row_block}"),
@@ -320,3 +373,10 @@ def _emit(rows: Sequence[tuple[str, str]], data: Mapping[str, Any], as_json: boo
     width = max((len(what) for what, _ in rows), default=0)
     for what, value in rows:
         sys.stdout.write(f"{what:<{width}}  {value}\n")
+
+
+def _table(rows: Sequence[Sequence[str]]) -> None:
+    """Aligned columns, numbers to the right."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    for row in rows:
+        sys.stdout.write("  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() + "\n")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mok.routing.generate import generate
+from mok.routing.generate import generate, repetition
 from mok.routing.history import RoutingHistory, history, label_information
 from mok.routing.recorded import RecordedRouting, load, save
 from mok.routing.recorder import Recorder
@@ -22,6 +22,7 @@ __all__ = [
     "history",
     "label_information",
     "load",
+    "repetition",
     "save",
     "shipped",
     "sigmoid_group_topk",

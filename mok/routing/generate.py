@@ -156,6 +156,17 @@ def _recorded(spec: RoutingSpec, num_tokens: int, num_experts: int, top_k: int) 
     return Routing(routing.top_experts[rows], routing.weights[rows])
 
 
+def repetition(spec: RoutingSpec, num_tokens: int) -> str | None:
+    """What a reader must know when `generate` repeats a recording shorter than `num_tokens`; None when it does not.
+
+    Reads the recording again. Raises InputError as `generate` does.
+    """
+    if spec.path is None:
+        return None
+    recorded = load(spec.path).routing(spec.step, spec.layer).num_tokens
+    return f"routing: {recorded} recorded tokens, repeated to {num_tokens}" if recorded < num_tokens else None
+
+
 def _require_int(name: str, value: int, least: int) -> None:
     ok = isinstance(value, int) and not isinstance(value, bool) and least <= value < 2**63
     require(ok, f"{name} must be an int >= {least}, got {value!r}.")

@@ -16,6 +16,7 @@ from mok.plan import Plan
 from mok.shapes import MoEShape
 from mok.simulate.costs import Costs, Traffic, costs
 from mok.simulate.engine import Events, run
+from mok.simulate.footprint import check_memory
 from mok.simulate.machines import MACHINES, Machine
 from mok.simulate.prediction import KernelPrediction, KindRow, Prediction, account
 from mok.simulate.routes import Loads, closed_slice, loads
@@ -53,7 +54,7 @@ def simulate(
     ranks="open(r)". mode: "compute_only" presets every flag that communication raises, "comm_only" the reverse.
     routing: loads computed before by `loads(workload)`, so that a sweep pays for them once.
     Raises InputError: unknown machine or mode, EP beyond the NVLink domain, communication SMs that leave no cluster,
-    more rows than the configured capacity.
+    more rows than the configured capacity, more tasks than this machine's memory holds.
     """
     machine = Machine.named(machine) if isinstance(machine, str) else machine
     if mode not in MODES:
@@ -71,6 +72,7 @@ def simulate(
         routing.counts.shape == (job.ep, job.shape.num_experts),
         f"routing must hold counts [{job.ep}, {job.shape.num_experts}], got {routing.counts.shape}.",
     )
+    check_memory(job, routing)
     if rank is None:
         rank = job.open_rank if job.open_rank is not None else int(np.argmax(routing.rank_rows(job.config)))
     require(0 <= rank < job.ep, f"rank must be in [0, {job.ep}), got {rank}.")
@@ -144,6 +146,7 @@ class _Step:
         return Prediction(
             self.workload,
             self.machine.name,
+            self.machine.calibrated,
             self.rank,
             job.ep,
             int(self.rows.sum()),
@@ -156,7 +159,9 @@ class _Step:
     def notes(self) -> tuple[str, ...]:
         """What a reader of the numbers must know."""
         job, machine = self.job, self.machine
-        notes = []
+        notes = [] if machine.calibrated else ["uncalibrated: most constants of this machine are assumed, see docs/simulator.md"]
+        if self.routing.repeated:
+            notes.append(self.routing.repeated)
         if self.routing.expected:
             notes.append("expert loads are expectations of the named distribution, not a draw")
         if job.open_rank is not None or job.ep == 1:

@@ -99,6 +99,12 @@ class Machine:
         facts = self.facts | {key: Fact("assumed", "what-if value of the caller") for key in changes}
         return dataclasses.replace(self, **{"name": f"{self.name} with {changed}", "facts": facts} | changes)
 
+    @property
+    def calibrated(self) -> bool:
+        """Whether most of its rates and times are specified, measured or fitted; a number without a fact counts as assumed."""
+        assumed = [name for name in _NUMBERS if name not in self.facts or self.facts[name].origin == "assumed"]
+        return 2 * len(assumed) <= len(_NUMBERS)
+
     def mma_tflops(self, precision: str) -> float:
         """Rate inside the K loop for "bf16" or "mxfp8" operands."""
         return self.mma_bf16_tflops if precision == "bf16" else self.mma_mxfp8_tflops

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +30,14 @@ ACCOUNTS = (
     "communication waiting",
     "idle",
 )
+
+
+def three_digits(value: float) -> str:
+    """`value` with three significant digits and no exponent: a model that is off by percents owes no more."""
+    if value <= 0 or not math.isfinite(value):
+        return f"{value:g}"
+    value = float(f"{value:.3g}")
+    return f"{value:.{max(0, 2 - math.floor(math.log10(value)))}f}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,13 +114,15 @@ class KernelPrediction:
 class Prediction:
     """A simulated step of one rank.
 
-    machine: name of the model. rank, ep: who was simulated, of how many. rows: its routed rows with pads.
+    machine: name of the model; calibrated: whether most of its constants are more than assumptions. rank, ep: who was
+    simulated, of how many. rows: its routed rows with pads.
     phases: phase -> wall time in ns (copies, barriers, megakernel and epilogue of "forward" and "backward", and "step").
     kernels: the megakernels in the order they ran. trace: the timeline. notes: what was assumed.
     """
 
     workload: Workload
     machine: str
+    calibrated: bool
     rank: int
     ep: int
     rows: int
@@ -124,6 +135,11 @@ class Prediction:
     def label(self) -> str:
         """What every figure of this prediction must carry."""
         return f"simulated: {self.machine}"
+
+    @property
+    def trust(self) -> str:
+        """`label`, and "uncalibrated" where most constants of the machine are assumed."""
+        return self.label + ("" if self.calibrated else ", uncalibrated")
 
     @property
     def makespan_ns(self) -> float:
@@ -142,6 +158,7 @@ class Prediction:
         return {
             "label": self.label,
             "machine": self.machine,
+            "calibrated": self.calibrated,
             "rank": self.rank,
             "ep": self.ep,
             "rows": self.rows,
@@ -155,16 +172,19 @@ class Prediction:
     def summary_rows(self) -> list[tuple[str, str]]:
         """(what, value) rows for a table."""
         rows = [
-            ("prediction", f"{self.label}, rank {self.rank} of EP {self.ep}, {self.rows} rows with pads"),
-            *((f"{phase} ms", f"{time / NS_PER_MS:.3f}") for phase, time in self.phases.items()),
+            ("prediction", f"{self.trust}, rank {self.rank} of EP {self.ep}, {self.rows} rows with pads"),
+            *((f"{phase} ms", three_digits(time / NS_PER_MS)) for phase, time in self.phases.items()),
         ]
         for kernel in self.kernels:
-            bound = kernel.bound
+            if not kernel.kinds:
+                rows.append((f"{kernel.phase} kernel", "nothing to do"))
+                continue
+            bound, rate = kernel.bound, f", {three_digits(kernel.flops / kernel.time_ns / 1e3)} TFLOP/s" if kernel.flops else ""
+            share = f", {bound.fraction(kernel.time_ns):.0%} of the {bound.binding} bound {three_digits(bound.ns / NS_PER_MS)} ms"
             rows += [
                 (
                     f"{kernel.phase} kernel",
-                    f"{kernel.time_ns / NS_PER_MS:.3f} ms, {kernel.flops / kernel.time_ns / 1e3:.0f} TFLOP/s, "
-                    f"{bound.fraction(kernel.time_ns):.0%} of the {bound.binding} bound {bound.ns / NS_PER_MS:.3f} ms",
+                    f"{three_digits(kernel.time_ns / NS_PER_MS)} ms{rate}{share if bound.ns else ''}",
                 ),
                 (
                     "  cost of communication",
@@ -184,10 +204,10 @@ class Prediction:
 
     def __repr__(self) -> str:
         """Label, phases and the cost of communication in one line."""
-        phases = ", ".join(f"{phase} {time / NS_PER_MS:.3f} ms" for phase, time in self.phases.items())
+        phases = ", ".join(f"{phase} {three_digits(time / NS_PER_MS)} ms" for phase, time in self.phases.items())
         costs = ", ".join(f"{kernel.phase} {kernel.cost_of_communication:.1%}" for kernel in self.kernels)
         return (
-            f"Prediction({self.label}, rank {self.rank} of EP {self.ep}: {phases}; cost of communication {costs};"
+            f"Prediction({self.trust}, rank {self.rank} of EP {self.ep}: {phases}; cost of communication {costs};"
             f" {self.workload.routing}, {self.workload.precision})"
         )
 

@@ -19,7 +19,8 @@ import numpy.typing as npt
 
 from mok.config import MoKConfig
 from mok.errors import require
-from mok.routing import generate
+from mok.memory import require_bytes
+from mok.routing import generate, repetition
 from mok.routing.generate import log_probabilities
 from mok.simulate.costs import Traffic
 from mok.workload import RoutingSpec, Workload
@@ -28,15 +29,20 @@ I64 = npt.NDArray[np.int64]
 F64 = npt.NDArray[np.float64]
 
 DRAWN_TOKENS = 32768
+BYTES_PER_ROUTE = 48  # ids and weights as recorded and repeated, the (rank, expert) pair of each and its mask
 _STEP = 0.1  # of log t; the integrand is smooth on the scale of 1, and the trapezoid rule converges exponentially
 
 
 @dataclass(frozen=True, slots=True)
 class Loads:
-    """counts int64 [EP, E]: rows from tokens of a rank to an expert. `expected` says they are expectations, not a draw."""
+    """counts int64 [EP, E]: rows from tokens of a rank to an expert. `expected` says they are expectations, not a draw.
+
+    repeated: a sentence when a recording was shorter than the workload, else empty.
+    """
 
     counts: I64
     expected: bool
+    repeated: str = ""
 
     def rank_rows(self, config: MoKConfig) -> I64:
         """Rows per rank after padding every expert to `config.row_block`, int64 [EP]."""
@@ -59,11 +65,15 @@ def loads(workload: Workload) -> Loads:
     if spec.kind != "file" and total > DRAWN_TOKENS:
         share = inclusion(spec, shape.num_experts, shape.top_k, workload.seed)
         return Loads(np.stack([_apportion(tokens * share) for tokens in counts]), True)
+    if spec.kind == "file":
+        require_bytes(
+            f"a recording repeated to {total:,} tokens", total * shape.top_k * BYTES_PER_ROUTE, "use fewer tokens or a smaller ep"
+        )
     routing = generate(spec, total, shape.num_experts, shape.top_k, seed=workload.seed)
     ids = routing.top_experts.numpy()
     pair = np.repeat(np.arange(workload.ep), counts)[:, None] * shape.num_experts + ids
     found = np.bincount(pair[ids >= 0], minlength=workload.ep * shape.num_experts)
-    return Loads(found.reshape(workload.ep, shape.num_experts).astype(np.int64), False)
+    return Loads(found.reshape(workload.ep, shape.num_experts).astype(np.int64), False, repetition(spec, total) or "")
 
 
 def closed_slice(workload: Workload) -> Workload:

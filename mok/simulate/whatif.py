@@ -18,6 +18,7 @@ import numpy.typing as npt
 from mok.errors import require, unknown_name
 from mok.simulate import simulate
 from mok.simulate.machines import Machine
+from mok.simulate.prediction import NS_PER_MS, three_digits
 from mok.simulate.routes import Loads, loads
 from mok.workload import RoutingSpec, Workload
 
@@ -25,6 +26,8 @@ F64 = npt.NDArray[np.float64]
 
 AXES = {
     "comm_sms": "communication SMs",
+    "fwd_num_comm_sms": "forward communication SMs",
+    "bwd_num_comm_sms": "backward communication SMs",
     "minibatch": "minibatch rows",
     "ep": "EP ranks",
     "skew": "routing skew (zipf exponent)",
@@ -33,7 +36,7 @@ AXES = {
     "intermediate": "intermediate size",
     "tokens": "tokens per rank",
 }
-_KEEPS_ROUTES = ("comm_sms", "minibatch", "link_gbps", "host_factor", "intermediate")
+_KEEPS_ROUTES = ("comm_sms", "fwd_num_comm_sms", "bwd_num_comm_sms", "minibatch", "link_gbps", "host_factor", "intermediate")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,6 +50,7 @@ class Sweep:
     axis: str
     label: str
     machine: str
+    calibrated: bool
     values: F64
     phase_ns: dict[str, F64]
     kernel_ns: dict[str, F64]
@@ -60,6 +64,38 @@ class Sweep:
     def best(self, phase: str) -> float:
         """The value with the shortest wall time of `phase` (the first of equals)."""
         return float(self.values[int(np.argmin(self.phase_ns[phase]))])
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """A table with one row per value, the header first: wall ms of every phase, cost and tail of every megakernel.
+
+        A star marks the shortest time of a phase that the axis changes. Costs are shares of SMs x kernel time, as in
+        `KernelPrediction`.
+        """
+        head = [self.axis, *(f"{phase} ms" for phase in self.phase_ns)]
+        head += [f"{phase} {what}" for phase in self.kernel_ns for what in ("exposed", "SM share", "tail")]
+        table = [tuple(head)]
+        for i, value in enumerate(self.values.tolist()):
+            row = [f"{value:g}"]
+            for phase, times in self.phase_ns.items():
+                best = value == self.best(phase) and np.ptp(times) > 0
+                row.append(three_digits(float(times[i]) / NS_PER_MS) + ("*" if best else " "))
+            for phase in self.kernel_ns:
+                row += [f"{float(column[phase][i]):.1%}" for column in (self.exposed, self.comm_share, self.tail)]
+            table.append(tuple(row))
+        return table
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready columns; times in ms."""
+        return {
+            "label": f"simulated: {self.machine}",
+            "calibrated": self.calibrated,
+            "axis": self.axis,
+            "values": self.values.tolist(),
+            "phases_ms": {phase: (times / NS_PER_MS).tolist() for phase, times in self.phase_ns.items()},
+            "exposed_communication": {phase: column.tolist() for phase, column in self.exposed.items()},
+            "comm_sm_share": {phase: column.tolist() for phase, column in self.comm_share.items()},
+            "tail_share": {phase: column.tolist() for phase, column in self.tail.items()},
+        }
 
 
 def at(workload: Workload, machine: Machine, axis: str, value: float) -> tuple[Workload, Machine]:
@@ -75,6 +111,9 @@ def at(workload: Workload, machine: Machine, axis: str, value: float) -> tuple[W
     require(whole == value, f"{AXES[axis]} must be a whole number, got {value!r}.")
     if axis == "comm_sms":
         return workload.replace(config=dataclasses.replace(config, fwd_num_comm_sms=whole, bwd_num_comm_sms=whole)), machine
+    if axis in ("fwd_num_comm_sms", "bwd_num_comm_sms"):
+        turned: dict[str, Any] = {axis: whole}
+        return workload.replace(config=dataclasses.replace(config, **turned)), machine
     if axis == "minibatch":
         ring = max(whole, config.macrobatch_size // whole * whole)  # a ring of whole minibatches
         return workload.replace(config=dataclasses.replace(config, minibatch_size=whole, macrobatch_size=ring)), machine
@@ -115,7 +154,7 @@ def sweep(workload: Workload, machine: str | Machine, axis: str, values: Sequenc
     columns: dict[str, Any] = {
         name: {phase: np.array(numbers) for phase, numbers in found.get(name, {}).items()} for name in names
     }
-    return Sweep(axis, AXES[axis], machine.name, np.array(values, np.float64), **columns)
+    return Sweep(axis, AXES[axis], machine.name, machine.calibrated, np.array(values, np.float64), **columns)
 
 
 def break_even(table: Sweep, phase: str) -> float | None:
