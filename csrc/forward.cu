@@ -43,22 +43,26 @@ constexpr int kTraceState = kCommBarriers + kCommWarps * kCommSlots * 8;
 constexpr int kSharedBytes = kTraceState + kTraceLanes * kTraceStateBytes;
 static_assert(kCommWarps * kCommPoolBytes <= kBarriers, "the slots of communication warps lie below all barriers");
 static_assert(kSharedBytes <= 227 * 1024, "shared memory of one CTA");
+static_assert(kTasks % 16 == 0, "tasks are read 16 bytes at a time");
 #ifdef MOK_SHARED_BYTES
 static_assert(kSharedBytes == MOK_SHARED_BYTES, "what the launch asks for");
 #endif
 
 __device__ __forceinline__ ComputeTask read_task(u32 at) {
-  return ComputeTask{shared_load(at), shared_load(at + 4), shared_load(at + 8), shared_load(at + 12),
-                     shared_load(at + 16), shared_load(at + 20), shared_load(at + 24), shared_load(at + 28)};
+  Vec16 a = shared_load_16(at), b = shared_load_16(at + 16);
+  return ComputeTask{(int)a.x, (int)a.y, (int)a.z, (int)a.w, (int)b.x, (int)b.y, (int)b.z, (int)b.w};
 }
-
-// A place in a ring of kSize mbarriers (a power of two): one counter holds both index and phase.
-template <int kSize>
-struct RingPlace {
-  u32 count = 0;
-  __device__ __forceinline__ int index() const { return count & (kSize - 1); }
-  __device__ __forceinline__ u32 phase() const { return count / kSize & 1; }
-};
+// The same for a whole warp: lane 0 reads and hands the place back itself, so no other lane's read has to be ordered.
+__device__ __forceinline__ ComputeTask take_task(u32 at, u32 empty, int lane) {
+  ComputeTask t{};
+  if (lane == 0) {
+    t = read_task(at);
+    mbar_arrive(empty);
+  }
+  return ComputeTask{__shfl_sync(~0u, t.kind, 0),      __shfl_sync(~0u, t.expert, 0), __shfl_sync(~0u, t.block, 0),
+                     __shfl_sync(~0u, t.num_blocks, 0), __shfl_sync(~0u, t.tile, 0),   __shfl_sync(~0u, t.num_tiles, 0),
+                     __shfl_sync(~0u, t.macro, 0),      __shfl_sync(~0u, t.mini, 0)};
+}
 
 // Draws tickets for the cluster and hands the tasks to both CTAs.
 __device__ __forceinline__ void scheduler_thread(const ForwardParams& p, const Problem& problem, u32 smem) {
@@ -254,9 +258,8 @@ struct Consumer {
     RingPlace<kQueue> q;
     for (;;) {
       mbar_wait_cluster(smem + kTaskFull + 8 * q.index(), q.phase());
-      ComputeTask t = read_task(smem + kTasks + 4 * kQueueWords * q.index());
-      __syncwarp();
-      if (lane == 0) mbar_arrive(peer_address(smem + kTaskEmpty + 8 * q.index(), 0));
+      u32 empty = peer_address(smem + kTaskEmpty + 8 * q.index(), 0);
+      ComputeTask t = take_task(smem + kTasks + 4 * kQueueWords * q.index(), empty, lane);
       ++q.count;
       if (t.kind == kDone) return;
       bool is_down = t.kind == kDown || t.kind == kDownShared;
@@ -297,20 +300,13 @@ struct Consumer {
 
 // A faulty schedule: nothing is computed and everything a caller may look at is NaN.
 __device__ __forceinline__ void poison(const ForwardParams& p) {
-  long long thread = (long long)blockIdx.x * blockDim.x + threadIdx.x, threads = (long long)gridDim.x * blockDim.x;
-  auto fill = [&](u16* out, long long count) {
-    if (out == nullptr) return;
-    for (long long i = thread * 8; i < count; i += threads * 8) {
-      global_store_16(out + i, Vec16{0x7FC07FC0u, 0x7FC07FC0u, 0x7FC07FC0u, 0x7FC07FC0u});
-    }
-  };
-  fill(p.y_shared, (long long)p.shared_rows * p.hidden);
-  fill(p.gate_shared, (long long)p.shared_rows * p.intermediate);
-  fill(p.up_shared, (long long)p.shared_rows * p.intermediate);
-  fill(p.x_ring, (long long)p.ring * p.hidden);
-  fill(p.x_saved, (long long)p.ring * p.hidden);
-  fill(p.gate, (long long)p.ring * p.intermediate);
-  fill(p.up, (long long)p.ring * p.intermediate);
+  fill_nan(p.y_shared, (long long)p.shared_rows * p.hidden);
+  fill_nan(p.gate_shared, (long long)p.shared_rows * p.intermediate);
+  fill_nan(p.up_shared, (long long)p.shared_rows * p.intermediate);
+  fill_nan(p.x_ring, (long long)p.ring * p.hidden);
+  fill_nan(p.x_saved, (long long)p.ring * p.hidden);
+  fill_nan(p.gate, (long long)p.ring * p.intermediate);
+  fill_nan(p.up, (long long)p.ring * p.intermediate);
 }
 
 }  // namespace mok
@@ -323,6 +319,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(mok::kThr
   u32 cta = cluster_rank();
   int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
 
+  int start = 0;
   if (thread == 0) {
     for (int i = 0; i < kStages; ++i) {
       mbar_init(smem + kFull + 8 * i, 1);
@@ -333,12 +330,13 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(mok::kThr
       mbar_init(smem + kTaskEmpty + 8 * i, 2 * (kConsumerWarps + 1));
     }
     mbar_init_fence();
-    if (cta == 0) {
-      // roles by order of start: whichever clusters come first communicate, so progress needs only one more
-      int start = atomicAdd(p.sync + kStartTicket, 1);
-      cluster_store(peer_address(smem + kRole, 0), start);
-      cluster_store(peer_address(smem + kRole, 1), start);
-    }
+    // roles by order of start: whichever clusters come first communicate, so progress needs only one more
+    if (cta == 0) start = atomicAdd(p.sync + kStartTicket, 1);
+  }
+  cluster_sync();  // only now has the other CTA certainly started, and may its shared memory be written
+  if (thread == 0 && cta == 0) {
+    cluster_store(peer_address(smem + kRole, 0), start);
+    cluster_store(peer_address(smem + kRole, 1), start);
   }
   cluster_sync();
   bool communicates = shared_load(smem + kRole) < p.num_comm_clusters;

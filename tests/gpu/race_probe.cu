@@ -1,15 +1,18 @@
 // What compute-sanitizer's racecheck says about each way our kernels order accesses to shared memory, one kernel per
 // way, each written with the very functions the megakernel uses and nothing else. Every kernel is right by the PTX
-// memory model except the planted ones, which lack exactly one wait.
+// memory model except the planted ones, which lack exactly one wait. `moves` is how a communication warp uses its slots.
 #include "mok/epilogue.cuh"
 
 namespace mok {
 
 constexpr int kRounds = 8;
 
-// The task queue: one thread stores words into both CTAs of a cluster, eight warps of each read them. kWait: readers
-// wait for the words before they read them (the planted race: after).
-template <bool kWait>
+enum Readers : int { kOneLane, kWholeWarp, kTooEarly };
+
+// The task queue: one thread stores words into both CTAs of a cluster, seven warps of each read them. kOneLane, as the
+// kernel does: lane 0 reads and hands the place back itself. kWholeWarp: all lanes read, then __syncwarp, then lane 0
+// hands the place back, which is right too. kTooEarly, the planted race: reads come before the wait.
+template <int kHow>
 __device__ __forceinline__ void queue(int* out) {
   extern __shared__ __align__(1024) unsigned char raw[];
   u32 smem = smem_address(raw), full = smem, empty = smem + 16, words = smem + 64;
@@ -38,18 +41,36 @@ __device__ __forceinline__ void queue(int* out) {
     int sum = 0;
     for (int round = 0; round < kRounds; ++round) {
       int place = round & 1;
-      if (kWait) mbar_wait_cluster(full + 8 * place, round / 2 & 1);
-      for (int i = 0; i < 8; ++i) sum += shared_load(words + 32 * place + 4 * i);
-      if (!kWait) mbar_wait_cluster(full + 8 * place, round / 2 & 1);
-      __syncwarp();
+      if (kHow != kTooEarly) mbar_wait_cluster(full + 8 * place, round / 2 & 1);
+      if (kHow != kOneLane || lane == 0) {
+        Vec16 a = shared_load_16(words + 32 * place), b = shared_load_16(words + 32 * place + 16);
+        sum += a.x + a.y + a.z + a.w + b.x + b.y + b.z + b.w;
+      }
+      if (kHow == kTooEarly) mbar_wait_cluster(full + 8 * place, round / 2 & 1);
+      if (kHow != kOneLane) __syncwarp();
       if (lane == 0) mbar_arrive(peer_address(empty + 8 * place, 0));
     }
-    if (lane == 0) out[(blockIdx.x * 8 + warp)] = sum;
+    if (lane == 0) out[blockIdx.x * 8 + warp] = sum;
   }
   cluster_sync();
 }
 
-// Stages: bulk copies fill two slots, seven warps read them with ordinary loads and hand the slot back.
+// The cluster's role word: CTA 0 writes into CTA 1. kEarly, the planted fault: before CTA 1 has certainly started.
+template <bool kEarly>
+__device__ __forceinline__ void role(int* out) {
+  extern __shared__ __align__(1024) unsigned char raw[];
+  u32 smem = smem_address(raw);
+  if (!kEarly) cluster_sync();
+  if (threadIdx.x == 0 && cluster_rank() == 0) {
+    for (int to = 0; to < 2; ++to) cluster_store(peer_address(smem, to), 17);
+  }
+  cluster_sync();
+  if (threadIdx.x % 32 == 0) out[blockIdx.x * 8 + threadIdx.x / 32] = shared_load(smem);
+}
+
+// Stages: bulk copies fill two slots, seven warps read them with ordinary loads and hand the slot back: every lane for
+// itself (kEvery), or lane 0 for its warp after __syncwarp.
+template <bool kEvery>
 __device__ __forceinline__ void stages(const unsigned char* in, int* out) {
   extern __shared__ __align__(1024) unsigned char raw[];
   u32 smem = smem_address(raw), full = smem, empty = smem + 16, slots = smem + 1024;
@@ -57,7 +78,7 @@ __device__ __forceinline__ void stages(const unsigned char* in, int* out) {
   if (threadIdx.x == 0) {
     for (int i = 0; i < 2; ++i) {
       mbar_init(full + 8 * i, 1);
-      mbar_init(empty + 8 * i, 7);
+      mbar_init(empty + 8 * i, kEvery ? 7 * 32 : 7);
     }
     mbar_init_fence();
   }
@@ -79,8 +100,8 @@ __device__ __forceinline__ void stages(const unsigned char* in, int* out) {
     mbar_wait(full + 8 * place, round / 2 & 1);
     Vec16 v = shared_load_16(slots + 1024 * place + lane * 16);
     sum += v.x + v.y + v.z + v.w;
-    __syncwarp();
-    if (lane == 0) mbar_arrive(peer_address(empty + 8 * place, cluster_rank()));
+    if (!kEvery) __syncwarp();
+    if (kEvery || lane == 0) mbar_arrive(peer_address(empty + 8 * place, cluster_rank()));
   }
   if (lane == 0) out[blockIdx.x * 8 + warp] = (int)sum;
 }
@@ -138,10 +159,17 @@ __device__ __forceinline__ void moves(const unsigned char* in, unsigned char* co
 
 }  // namespace mok
 
-extern "C" __global__ void __cluster_dims__(2, 1, 1) probe_queue(int* out, const unsigned char*, unsigned char*) { mok::queue<true>(out); }
-extern "C" __global__ void __cluster_dims__(2, 1, 1) probe_queue_planted(int* out, const unsigned char*, unsigned char*) { mok::queue<false>(out); }
-extern "C" __global__ void probe_stages(int* out, const unsigned char* in, unsigned char*) { mok::stages(in, out); }
-extern "C" __global__ void probe_ticket(int* out, const unsigned char*, unsigned char*) { mok::ticket<true>(out); }
-extern "C" __global__ void probe_ticket_planted(int* out, const unsigned char*, unsigned char*) { mok::ticket<false>(out); }
-extern "C" __global__ void probe_patches(int* out, const unsigned char*, unsigned char*) { mok::patches(out); }
-extern "C" __global__ void probe_moves(int* out, const unsigned char* in, unsigned char* copy) { mok::moves(in, copy); }
+#define PROBE(name, attributes, call) \
+  extern "C" __global__ void attributes probe_##name(int* out, const unsigned char* in, unsigned char* copy) { mok::call; }
+#define PAIR __cluster_dims__(2, 1, 1)
+PROBE(queue, PAIR, queue<mok::kOneLane>(out))
+PROBE(queue_whole_warp, PAIR, queue<mok::kWholeWarp>(out))
+PROBE(queue_planted, PAIR, queue<mok::kTooEarly>(out))
+PROBE(role, PAIR, role<false>(out))
+PROBE(role_planted, PAIR, role<true>(out))
+PROBE(stages, , stages<true>(in, out))
+PROBE(stages_whole_warp, , stages<false>(in, out))
+PROBE(ticket, , ticket<true>(out))
+PROBE(ticket_planted, , ticket<false>(out))
+PROBE(patches, , patches(out))
+PROBE(moves, , moves(in, copy))

@@ -15,7 +15,14 @@ from checks import HERE
 
 from mok.engines.cuda import build, driver
 
-NAMES = ("queue", "queue_planted", "stages", "ticket", "ticket_planted", "patches", "moves")
+# What racecheck must say: nothing about patterns our kernels use, something about planted faults. "tool": right by the
+# memory model and reported all the same, because racecheck does not count __syncwarp between the lanes that read and
+# the lane that arrives on the mbarrier; our kernels do not use those.
+EXPECTED = {
+    "queue": "clean", "queue_whole_warp": "tool", "queue_planted": "reported", "role": "clean", "role_planted": "reported",
+    "stages": "clean", "stages_whole_warp": "tool", "ticket": "clean", "ticket_planted": "reported", "patches": "clean",
+    "moves": "clean",
+}  # fmt: skip
 GRID, THREADS, SHARED_BYTES = 4, 256, 40 * 1024
 
 
@@ -33,7 +40,7 @@ def main() -> int:
     out = torch.zeros(GRID * 8, dtype=torch.int32, device="cuda")
     rows = torch.randint(0, 255, (GRID * 8 * 1024,), dtype=torch.uint8, device="cuda")
     copy = torch.zeros_like(rows)
-    for name in sys.argv[1:] or NAMES:
+    for name in sys.argv[1:] or EXPECTED:
         kernel = driver.Kernel(code, f"probe_{name}", SHARED_BYTES)
         addresses = [ctypes.c_uint64(t.data_ptr()) for t in (out, rows, copy)]
         pointers = (ctypes.c_void_p * 3)(*(ctypes.addressof(a) for a in addresses))
@@ -43,7 +50,7 @@ def main() -> int:
             "cuLaunchKernel", kernel.function, GRID, 1, 1, threads, 1, 1, SHARED_BYTES, stream, ctypes.addressof(pointers), 0
         )
         torch.cuda.synchronize()
-        print(name, out.tolist()[:16], "copied" if torch.equal(rows, copy) else "", flush=True)
+        print(f"probe {name}:", out.tolist()[:16], "copied" if torch.equal(rows, copy) else "", flush=True)
     return 0
 
 

@@ -16,11 +16,13 @@ import os
 import pathlib
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
 
+import race_probe
 from checks import HERE
 
 ACCEPTANCE_PARTS = 4
@@ -63,7 +65,7 @@ def parts() -> list[Part]:
     sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     if pathlib.Path(sanitizer).is_file():
         for tool, more in TOOLS.items():
-            command = [sanitizer, "--tool", tool, *more, *script("tiny")]
+            command = [sanitizer, "--tool", tool, *more, "--error-exitcode", "9", *script("tiny")]
             found.append(Part(tool, "sanitizer", 110, command, environment={"MOK_TIMEOUT_LOCAL": "60"}))
         probe = [sanitizer, "--tool", "racecheck", *TOOLS["racecheck"], *script("race_probe")]
         found.append(Part("race_probe", "sanitizer", 90, probe))
@@ -89,25 +91,37 @@ def run(part: Part) -> dict[str, object]:
         "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "2", "MOK_CHECK_LIMIT": str(part.limit_s - 5), "MOK_TIMEOUT_LOCAL": "20",
         **os.environ, **part.environment,
     }  # fmt: skip
-    process = subprocess.Popen(part.command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+    process = subprocess.Popen(
+        part.command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
+    )
     try:
         log, _ = process.communicate(timeout=part.limit_s)
     except subprocess.TimeoutExpired:
-        process.kill()
+        os.killpg(process.pid, signal.SIGKILL)  # compute-sanitizer's children hold the pipe
         log, _ = process.communicate()
         log += f"\nFAIL {part.name}: killed after {part.limit_s} s\n"
-    checks = [
-        {"ok": line.startswith("ok"), "what": line[5:].strip()}
-        for line in log.splitlines()
-        if re.match(r"ok   |FAIL |BAD |ok  \{", line)
-    ]
+    lines = [re.match(r"(ok|FAIL|BAD) +(.*)", line) for line in log.splitlines()]
+    checks = [{"ok": m[1] == "ok", "what": m[2]} for m in lines if m]
     found: dict[str, object] = {
         "part": part.name, "group": part.group, "seconds": round(time.perf_counter() - start, 1), "rc": process.returncode,
         "checks": checks, "log": log,
     }  # fmt: skip
+    if part.name == "race_probe":
+        checks += verdicts(log)
     if part.group == "sanitizer":
         found["summary"] = [line.strip("= ") for line in log.splitlines() if "SUMMARY" in line or "not supported" in line]
         found["reports"] = reports(log)
+    return found
+
+
+def verdicts(log: str) -> list[dict[str, object]]:
+    """Whether racecheck said of each probe what it must; its reports come before the line the probe prints."""
+    found = []
+    pieces = re.split(r"^probe (\w+):.*$", log, flags=re.M)
+    said = {name: len(re.findall(r"Race reported|Potential invalid", text)) for text, name in zip(pieces[::2], pieces[1::2])}
+    for name, expected in race_probe.EXPECTED.items():
+        ok = name in said and (expected == "clean") == (said[name] == 0)
+        found.append({"ok": ok, "what": f"racecheck on {name}: {said.get(name, 'no')} reports, expected {expected}"})
     return found
 
 

@@ -53,4 +53,13 @@ __device__ __forceinline__ void store_patch(const WarpPatch& patch, u16* out, lo
   }
 }
 
+// The whole grid's threads fill `count` elements (a multiple of 8) with NaN; nullptr = nothing to fill.
+__device__ __forceinline__ void fill_nan(u16* out, long long count) {
+  if (out == nullptr) return;
+  long long thread = (long long)blockIdx.x * blockDim.x + threadIdx.x, threads = (long long)gridDim.x * blockDim.x;
+  for (long long i = thread * 8; i < count; i += threads * 8) {
+    global_store_16(out + i, Vec16{0x7FC07FC0u, 0x7FC07FC0u, 0x7FC07FC0u, 0x7FC07FC0u});
+  }
+}
+
 }  // namespace mok

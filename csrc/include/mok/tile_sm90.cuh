@@ -67,6 +67,14 @@ __device__ __forceinline__ void mbar_wait_cluster(u32 bar, u32 parity) {
   }
 }
 
+// A place in a ring of kSize mbarriers (a power of two): one counter holds both index and phase.
+template <int kSize>
+struct RingPlace {
+  u32 count = 0;
+  __device__ __forceinline__ int index() const { return count & (kSize - 1); }
+  __device__ __forceinline__ u32 phase() const { return count / kSize & 1; }
+};
+
 // ---------------------------------------------------------------- clusters of two
 __device__ __forceinline__ u32 cluster_rank() {
   u32 r;
