@@ -101,7 +101,7 @@ class Workload:
     `tokens` is the number of tokens per rank, or one number per rank. `ranks` picks what runs on this process:
     "all" (every rank, virtually or through torch.distributed), "closed" (one rank's slice: E/EP experts,
     VirtualGroup(1), the output is checkable) or "open(r)" (rank r of EP with all tokens resident; timing only).
-    `csrc` names another kernel source folder (default: the one in the wheel).
+    `csrc` names another kernel source folder (default: the one in the wheel); engine "cuda" alone reads it.
     """
 
     shape: MoEShape = field(default_factory=lambda: MoEShape.preset("tiny"))
@@ -156,6 +156,8 @@ class Workload:
             self.swiglu_limit is None or (isinstance(self.swiglu_limit, (int, float)) and self.swiglu_limit > 0),
             f"swiglu_limit must be None or > 0, got {self.swiglu_limit!r}.",
         )
+        require(self.csrc is None or isinstance(self.csrc, str), f"csrc must be None or a folder's name, got {self.csrc!r}.")
+        require(self.csrc is None or self.engine != "torch", "csrc is read by engine='cuda' only, and this one asks for 'torch'.")
         require(
             not self.shared_output_gate or self.shape.shared,
             "shared_output_gate needs a shape with a shared expert.",

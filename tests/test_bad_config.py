@@ -150,6 +150,8 @@ def test_only_near_names_are_suggested(given: str, allowed: tuple[str, ...], nea
 
 
 WRONG_KINDS = {
+    "csrc of torch": (lambda: Workload(engine="torch", csrc="csrc"), ("csrc", "engine='cuda' only", "'torch'")),
+    "csrc number": (lambda: Workload(csrc=3), ("csrc", "folder", "3")),  # type: ignore[arg-type]
     "shape name": (lambda: Workload(shape="tiny"), ("shape", "MoEShape", "'tiny'")),  # type: ignore[arg-type]
     "routing name": (lambda: Workload(routing="zipf:1.2"), ("routing", "RoutingSpec", "'zipf:1.2'")),  # type: ignore[arg-type]
     "seed text": (lambda: Workload(seed="x"), ("seed", "int", "'x'")),  # type: ignore[arg-type]

@@ -180,6 +180,12 @@ def test_routing_stats(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> No
     _, out, _ = run(capsys, "routing", "stats", str(tmp_path / "r.parquet"))
     assert "0 with 12 routes, 4.00 x the mean" in out
     assert "all on one; choose --ep" in out
+    empty = routing.Recorder(num_experts=8, top_k=2)
+    empty.add(0, 0, torch.full((3, 2), -1), torch.zeros(3, 2))
+    empty.save(tmp_path / "empty.parquet")
+    assert (
+        run(capsys, "routing", "stats", str(tmp_path / "empty.parquet"))[1].split() == "routes no routes in 3 tokens x 2".split()
+    )
     code, _, err = run(capsys, "routing", "stats", str(tmp_path / "r.parquet"), "--step", "3")
     assert (code, err.count("\n")) == (2, 1)
     assert "recorded steps: 0, 5" in err

@@ -105,8 +105,10 @@ def test_too_many_tokens_are_refused_before_anything_is_allocated(capsys: pytest
     words = mistake(capsys, "simulate", "--shape", "deepseek-v3", "--ep", "64", "--tokens", "100000000")
     assert "needs about 429 GiB and the machine has" in words
     assert "use fewer tokens" in words
-    repeated = mistake(capsys, "simulate", "--routing", f"file:{RECORDING}", "--shape", "128x128x32x4", "--tokens", "5000000000")
-    assert "a recording repeated to 5,000,000,000 tokens needs about" in repeated
+    repeated = mistake(capsys, "simulate", "--routing", f"file:{RECORDING}", "--shape", "128x128x32x4", "--tokens", "500000000")
+    assert "a recording repeated to 500,000,000 tokens needs about" in repeated
+    for tokens in ("9" * 11, "9" * 25):
+        assert "routes are numbered with 32 bits" in mistake(capsys, *SMALL, "--tokens", tokens)
     assert time.monotonic() - start < 5
 
 

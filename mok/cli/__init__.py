@@ -335,6 +335,9 @@ def routing_stats(
         ep = recorded.ranks if recorded.num_experts % recorded.ranks == 0 else 1
     stats = routing.stats(recorded.routing(step, layer), recorded.num_experts, ep)
     load = stats.load_per_expert
+    if not stats.num_routes:
+        _emit([("routes", f"no routes in {stats.num_tokens} tokens x {stats.top_k}")], stats.to_dict(), as_json)
+        return
     rows = [
         ("recorded", f"{len(recorded.steps)} steps, {len(recorded.layers)} layers, {recorded.num_experts} experts"),
         ("routes", f"{stats.num_routes} of {stats.num_tokens} tokens x {stats.top_k}"),

@@ -30,6 +30,7 @@ from mok.workload import RoutingSpec, Workload
 I64 = npt.NDArray[np.int64]
 
 TOLERANCE = 0.15
+EXCEPTIONS = {("grouped down", "dsv3-ep8-t2048"): 0.22}  # (what, case) -> its own limit; docs/simulator.md says why
 _MS = 1e6
 
 # One rank's slice on one H200 at its 700 W cap: (routed rows, hidden, intermediate, local experts), top-8, uniform.

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mok.config import MoKConfig
-from mok.errors import require
+from mok.errors import INT32_MAX, require
 from mok.memory import require_bytes
 from mok.routing import generate, repetition
 from mok.routing.generate import log_probabilities
@@ -60,7 +60,9 @@ class Loads:
 
 def loads(workload: Workload) -> Loads:
     """Loads of a workload's routing, seed and token counts, on its own EP. Raises InputError as `routing.generate` does."""
-    shape, counts = workload.shape, np.array(workload.token_counts, np.int64)
+    shape, most = workload.shape, max(workload.token_counts) * workload.shape.top_k
+    require(most <= INT32_MAX, f"tokens x top_k = {most} on one rank exceeds {INT32_MAX}: routes are numbered with 32 bits.")
+    counts = np.array(workload.token_counts, np.int64)
     spec, total = workload.routing, int(counts.sum())
     if spec.kind != "file" and total > DRAWN_TOKENS:
         share = inclusion(spec, shape.num_experts, shape.top_k, workload.seed)
