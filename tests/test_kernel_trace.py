@@ -165,3 +165,20 @@ def test_overlap_efficiency():
     assert metrics.overlap_efficiency(14, 4, 10) == 0
     with pytest.raises(InputError):
         metrics.overlap_efficiency(0, 1, 1)
+
+
+def test_launches_of_several_ranks_become_one_trace_with_their_lanes_apart():
+    dumps = [typical().bytes(rank=rank) for rank in (0, 1)]
+    trace = reader.read_launches(dumps, [[128], [128]])
+    parts = [reader.read(dump, [128]) for dump in dumps]
+    assert len(trace.spans) == sum(len(part.spans) for part in parts)
+    assert {row[0] for row in trace.lanes.rows()} == {0, 1}
+    second = trace.lanes.rows()[len(parts[0].lanes) :]
+    assert second == parts[1].lanes.rows()
+    own = trace.spans.take(trace.spans.lane >= len(parts[0].lanes))
+    assert np.array_equal(own.lane - len(parts[0].lanes), parts[1].spans.lane)
+    assert own.name.decode().tolist() == parts[1].spans.name.decode().tolist()
+    assert np.array_equal(own.args["block"], parts[1].spans.args["block"])
+    assert trace.meta.coverage["records"] == sum(part.meta.coverage["records"] for part in parts)
+    with pytest.raises(InputError, match="no launch"):
+        reader.read_launches([], [])

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import mok
-from mok import measure
-from mok.errors import CapacityError, InputError
+from mok import engines, measure
+from mok.errors import CapabilityError, CapacityError, InputError
 from mok.session.rates import measured_rates
 
 SMALL = mok.Workload(shape=mok.MoEShape(128, 128, 8, 2, True), tokens=40, ep=2, routing=mok.RoutingSpec.parse("zipf:1.2"))
@@ -105,3 +105,17 @@ def test_a_capacity_fault_is_the_named_error() -> None:
     )
     with pytest.raises(CapacityError, match="needs 3200 schedule rows"):
         mok.run(work, repeats=1, warmup=0)
+
+
+def test_a_trace_without_the_cuda_engine_names_what_there_is() -> None:
+    with pytest.raises(CapabilityError, match=r"engine 'torch' runs on cpu.*simulate"):
+        mok.run(SMALL, repeats=1, warmup=0, trace=True, device="cpu")
+
+
+def test_precision_labels_say_what_ran() -> None:
+    assert engines.precision_label("torch", "mxfp8") == "mxfp8"
+    assert engines.precision_label("cuda", "mxfp8") == "mxfp8 (emulated)"
+    result = mok.run(SMALL, repeats=1, warmup=0)
+    assert result.to_dict()["precision_label"] == "bf16"
+    shown = result.replace(precision_label="mxfp8 (emulated)").summary_rows()
+    assert any("mxfp8 (emulated)" in value for _, value in shown)

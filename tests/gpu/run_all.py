@@ -9,6 +9,7 @@ OUT/logs.txt (what every part printed), and one log per compute-sanitizer tool.
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
 import datetime
 import json
@@ -69,6 +70,9 @@ def parts() -> list[Part]:
             found.append(Part(tool, "sanitizer", 110, command, environment={"MOK_TIMEOUT_LOCAL": "60"}))
         probe = [sanitizer, "--tool", "racecheck", *TOOLS["racecheck"], *script("race_probe")]
         found.append(Part("race_probe", "sanitizer", 90, probe))
+        look_up = [sys.executable, "-c", "from cuda.bindings import driver; print(driver.cuInit(0))"]
+        for name, command in (("api_tiny", script("tiny")), ("api_probe", look_up)):
+            found.append(Part(name, "sanitizer", 90, [sanitizer, "--tool", "memcheck", "--print-limit", "1000", *command]))
     for i in range(ACCEPTANCE_PARTS):
         found.append(Part(f"acceptance{i}", "acceptance", 110, script("acceptance_check", str(i), str(ACCEPTANCE_PARTS))))
     found += [Part(name, "bits", 110, script("bits_check", name)) for name in ("configs", "configs_shared")]
@@ -108,6 +112,8 @@ def run(part: Part) -> dict[str, object]:
     }  # fmt: skip
     if part.name == "race_probe":
         checks += verdicts(log)
+    if part.name.startswith("api_"):
+        checks += failed_calls(log)
     if part.group == "sanitizer":
         found["summary"] = [line.strip("= ") for line in log.splitlines() if "SUMMARY" in line or "not supported" in line]
         found["reports"] = reports(log)
@@ -125,12 +131,23 @@ def verdicts(log: str) -> list[dict[str, object]]:
     return found
 
 
+def failed_calls(log: str) -> list[dict[str, object]]:
+    """Driver calls that memcheck saw fail: only the bindings' look-ups of symbols newer than the driver may."""
+    calls = collections.Counter(re.findall(r"on CUDA API call to (\w+)", log))
+    ok = "ERROR SUMMARY" in log and set(calls) <= {"cuGetProcAddress", "cuGetProcAddress_v2"}
+    return [{"ok": ok, "what": f"driver calls that failed: {dict(calls)}"}]
+
+
 def reports(log: str) -> dict[str, int]:
     """How often the sanitizer said what, addresses and offsets left out."""
     found: dict[str, int] = {}
     for block in re.split(r"\n(?:=========\s*\n)", log):
         lines = [line.strip("= ").strip() for line in block.splitlines() if line.startswith("=========")]
-        lines = [line for line in lines if re.search(r"Error|Warning|Race|hazard|Write access|Read access", line)]
+        lines = [
+            line
+            for line in lines
+            if re.search(r"Error|Warning|Race|hazard|Write access|Read access|Potential|Program hit|Invalid", line)
+        ]
         text = re.sub(r"0x[0-9a-f]+|\S*/(?=[\w.]+\.cuh?:)", "", " | ".join(lines))
         if text:
             found[text] = found.get(text, 0) + 1
