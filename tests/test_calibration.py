@@ -59,13 +59,11 @@ def comparison() -> list[calibrate.Row]:
     return calibrate.compare()
 
 
-def test_compute_phases_are_within_15_percent_of_the_h200_but_for_the_named(comparison: list[calibrate.Row]) -> None:
+def test_compute_phases_are_within_15_percent_of_the_h200(comparison: list[calibrate.Row]) -> None:
     phases = [row for row in comparison if row.unit == "ms"]
     assert len(phases) == 28
     assert sum(not row.fitted for row in phases) == 15
-    beyond = {(row.what, row.case): abs(row.error) for row in phases if abs(row.error) > calibrate.TOLERANCE}
-    assert set(beyond) == set(calibrate.EXCEPTIONS)  # an exception that is none any more must go
-    assert all(error <= calibrate.EXCEPTIONS[name] for name, error in beyond.items())
+    assert {(row.what, row.case): row.error for row in phases if abs(row.error) > calibrate.TOLERANCE} == {}
     copies = [row for row in comparison if row.unit == "GB/s"]
     assert max(abs(row.error) for row in copies) <= calibrate.TOLERANCE
 
