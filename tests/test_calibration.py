@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mok.bench import cases as bench_cases
 from mok.errors import InputError
 from mok.routing import generate
 from mok.shapes import MoEShape
@@ -21,7 +24,8 @@ from mok.simulate.machines import ORIGINS, table
 from mok.simulate.routes import inclusion
 from mok.workload import RoutingSpec, Workload
 
-DOCUMENT = Path(__file__).parent.parent / "docs" / "simulator.md"
+ROOT = Path(__file__).parent.parent
+DOCUMENT = ROOT / "docs" / "simulator.md"
 
 
 def workload(**changes: object) -> Workload:
@@ -66,6 +70,35 @@ def test_compute_phases_are_within_15_percent_of_the_h200(comparison: list[calib
     assert {(row.what, row.case): row.error for row in phases if abs(row.error) > calibrate.TOLERANCE} == {}
     copies = [row for row in comparison if row.unit == "GB/s"]
     assert max(abs(row.error) for row in copies) <= calibrate.TOLERANCE
+
+
+def own_forward() -> str:
+    """The measured forward kernel of this project beside its prediction, as the document's table."""
+    record = json.loads((ROOT / "profiles/benchmarks/h200_forward.json").read_text(encoding="utf-8"))
+    lines = ["| case | measured | model | error |", "|---|---:|---:|---:|"]
+    for row in record["rows"]:
+        if row["metric"] != "forward_ms" or row["case"].endswith(("+mxfp8", "+open")):
+            continue
+        knobs, work = row["config"], bench_cases.parse(row["case"]).workload
+        config = dataclasses.replace(
+            work.config,
+            fwd_num_comm_sms=knobs["comm_sms"],
+            minibatch_size=knobs["minibatch"],
+            macrobatch_size=knobs["macrobatch"],
+            combine=knobs["combine"],
+        )
+        made = simulate(work.replace(direction="forward", config=config), "h200").kernel("forward").time_ns / 1e6
+        lines.append(f"| {row['case']} | {row['ours']:.2f} ms | {made:.2f} | {made / row['ours'] - 1:+.0%} |")
+    return "\n".join(lines)
+
+
+def test_our_own_forward_kernel_is_predicted_within_20_percent_and_told_so() -> None:
+    table = own_forward()
+    errors = [int(error) for error in re.findall(r"([+-]\d+)% \|", table)]
+    assert len(errors) == 12
+    assert max(map(abs, errors)) <= 20
+    text = DOCUMENT.read_text(encoding="utf-8")
+    assert table in text, f"docs/simulator.md must hold\n{table}"
 
 
 def test_the_documents_tables_are_these_numbers() -> None:
