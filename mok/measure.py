@@ -229,6 +229,7 @@ def run(
     forward, after the timed ones, with the in-kernel trace on (engine "cuda" alone). Raises InputError,
     CapabilityError for an engine or trace that is not there, and the named error of a fault (capacity, ids, time-out).
     """
+    require(isinstance(workload, Workload), f"run takes a Workload, got {type(workload).__name__}.")
     require(
         is_int(repeats) and is_int(warmup) and repeats >= 1 and warmup >= 0,
         f"repeats must be >= 1 and warmup >= 0, got {repeats!r} and {warmup!r}.",
@@ -236,6 +237,7 @@ def run(
     require(not check or workload.open_rank is None, "check=True needs a complete output; ranks='open(r)' has none.")
     device = str(validate.device(device or ("cuda" if torch.cuda.is_available() else "cpu")))
     engine = engines.resolve(workload.engine, torch.device(device).type)
+    require(workload.csrc is None or engine == "cuda", f"csrc is read by engine='cuda' only; here engine {engine!r} runs.")
     if trace and engine != "cuda":
         raise CapabilityError(
             f"trace=True records inside the kernels of engine 'cuda'; here engine {engine!r} runs on {device}. "
@@ -275,6 +277,7 @@ def run(
         acceptance=report,
         trace=timeline,
         precision_label=engines.precision_label(engine, workload.precision),
+        notes=tuple(note for note in (routing.repetition(workload.routing, statistics.num_tokens),) if note),
     )
 
 

@@ -219,16 +219,12 @@ def run(
         capacity_multiplier=capacity_multiplier,
     )
     from mok import engines, measure
-    from mok import routing as routings
 
     if work.csrc is not None:
         import torch
 
         check_sources(work.csrc, engines.resolve(work.engine, "cuda" if torch.cuda.is_available() else "cpu"))
     measurement = measure.run(work, repeats=repeats, check=check)
-    repeated = routings.repetition(work.routing, measurement.routing.num_tokens)
-    if repeated:
-        measurement = measurement.replace(notes=(*measurement.notes, repeated))
     _emit(measurement.summary_rows(), measurement.to_dict(), as_json)
     if measurement.accepted is False:
         raise typer.Exit(EXIT_WRONG)
