@@ -41,7 +41,8 @@ SHAPES = {
 }
 # Dense cuBLAS GEMMs of the forward FLOPs, ms (the last was seen between 0.83 and 0.92).
 DENSE_MS = dict(zip(SHAPES, (8.62, 2.18, 3.66, 0.875), strict=True))
-# The fastest grouped BF16 GEMM measured in each case, ms: gate+up by DeepGEMM, down by SonicMoE (DeepGEMM's: 3.10, 0.96, 1.31, 0.339).
+# The fastest grouped BF16 GEMM measured in each case, ms: gate+up by DeepGEMM, down by SonicMoE (DeepGEMM's down took 3.10,
+# 0.96, 1.31 and 0.339).
 GROUPED_MS = dict(zip(SHAPES, ((6.08, 3.042), (1.64, 0.893), (2.49, 1.281), (0.565, 0.323)), strict=True))
 # SonicMoE's backward kernels, ms: dgrad down with SwiGLU backward, dgrad gate+up, wgrad down, wgrad gate+up.
 BACKWARD_MS = dict(
