@@ -48,7 +48,7 @@ def test_every_capability_survives_an_empty_machine(monkeypatch: pytest.MonkeyPa
         assert not found[name].ok, name
         assert found[name].remedy, name
     assert found["python"].ok
-    assert "nvidia-cuda-cccl" in found["cuda compiler"].remedy
+    assert "nvidia-cuda-nvrtc" in found["cuda compiler"].remedy
 
 
 def test_tools_are_asked_for_their_version(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

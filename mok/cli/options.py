@@ -47,7 +47,12 @@ RowBlock = Annotated[int | None, typer.Option(help="Rows an expert's rows are pa
 CapacityMultiplier = Annotated[
     float | None, typer.Option(help="Share of all routes one rank must hold; never less than two ranks' worth.")
 ]
-Engine = Annotated[str | None, typer.Option(help="auto, torch or cuda. (upstream: not in this version.)")]
+Engine = Annotated[
+    str | None,
+    typer.Option(
+        help="auto, torch or cuda (SM90: forward by our kernels, backward by torch's). (upstream: not in this version.)"
+    ),
+]
 
 
 def parse_shape(text: str) -> MoEShape:

@@ -77,7 +77,7 @@ def _driver() -> Capability:
 
 
 def _compiler() -> Capability:
-    names = ("nvidia-cuda-nvrtc", "nvidia-nvjitlink", "nvidia-cuda-runtime", "nvidia-cuda-cccl")
+    names = ("nvidia-cuda-nvrtc", "nvidia-nvjitlink")  # the kernels include no one else's headers
     versions = {name: version_of(name) for name in names}
     found = ", ".join(f"{name.removeprefix('nvidia-')} {version}" for name, version in versions.items() if version)
     missing = [name for name, version in versions.items() if version is None]

