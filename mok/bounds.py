@@ -1,8 +1,9 @@
 """The least time a step can take: FLOPs, bytes and link bytes over what the hardware gives.
 
 A measurement means little without the bound beside it: at small tokens per expert the weights' bytes decide, not the
-tensor cores, and on fast chips with many ranks the link does. The formulas touch every tensor once per use (R rows
-after padding, H hidden, I intermediate, Eloc local experts, T tokens of this rank), BF16 unless the weights are MXFP8:
+tensor cores, and on fast chips with many ranks the link does. The formulas touch every tensor in HBM once per use; a
+cache that holds one between two uses can beat the HBM term, and that one alone. R rows after padding, H hidden, I
+intermediate, Eloc local experts, T tokens of this rank; BF16 unless the weights are MXFP8:
 
   forward   FLOPs 6 R H I; HBM 6 Eloc H I + 2 R (4 H + 2 I) [+ 4 R I when gate and up are stored for backward]
   backward  FLOPs 12 R H I (+ 4 R H I for replayed rows); HBM 12 Eloc H I + 2 R (7 H + 11 I)
@@ -60,7 +61,7 @@ class Bound:
 
     @property
     def ns(self) -> float:
-        """The roofline: no run of this phase is shorter."""
+        """The roofline: work over rates. A run that finds rereads in L2 moves less than the HBM bytes counted here."""
         if self.parts:
             return sum(part.ns for part in self.parts)
         return max(self.mma_ns, self.hbm_ns, self.link_ns)
