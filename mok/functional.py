@@ -137,6 +137,7 @@ def forward(
             contexts.append(tuple(context))
             shared_outputs.append(y_shared)
         step.barrier(workspace, schedule, workspace.combine, "deliver")
+        fault = step.status(workspace, schedule)
         outputs, gated, gates = [], [], []
         for index, r in enumerate(workspace.ranks.local):
             part = step.of_rank(schedule, workspace, r)
@@ -148,9 +149,7 @@ def forward(
                 gates.append(gate)
             rows = step.span(counts, r)
             slots = workspace.combine[r][: counts[r] * workspace.topk]
-            outputs.append(
-                ops.fwd_epilogue(y_shared, slots, router_weights[rows], part.num_tokens, step.visible(part, workspace, r))
-            )
+            outputs.append(ops.fwd_epilogue(y_shared, slots, router_weights[rows], fault, step.visible(part, workspace, r)))
         saved = None
         if save_context:
             parts = []
@@ -267,6 +266,7 @@ def backward(
         for buffers in (workspace.x, workspace.d_y, workspace.router_weight):
             step.barrier(workspace, schedule, buffers, "publish")
         run = ops.dispatch_mlp_swiglu_combine_bwd_bf16 if precision == "bf16" else ops.dispatch_mlp_swiglu_combine_bwd_mxfp8
+        fault = step.status(workspace, schedule)
         gate = step.OutputGate(saved, shared_output_gate_weight, shared, swiglu_limit)
         parts: list[list[Tensor]] = []
         for index, r in enumerate(workspace.ranks.local):
@@ -284,7 +284,7 @@ def backward(
                 list(shared or ()),
                 step.local(routed, workspace, r),
                 *step.local_mains(mains, workspace, r),
-                *step.tables(part),
+                *step.tables(part, fault),
                 r,
                 workspace.topk,
                 counts[r],
@@ -298,17 +298,18 @@ def backward(
             parts.append(grads)
         step.barrier(workspace, schedule, workspace.d_x_routed, "deliver")
         step.barrier(workspace, schedule, [w.view(-1, 1) for w in workspace.d_router_weight], "deliver")
+        fault = step.status(workspace, schedule)
         d_x, d_router = [], []
         for index, r in enumerate(workspace.ranks.local):
             part = step.of_rank(schedule, workspace, r)
             seen = step.visible(part, workspace, r)
             d_x_shared = gate.add_to(index, parts[index][0]) if shared else None
             slots = workspace.d_x_routed[r][: counts[r] * workspace.topk]
-            d_x.append(ops.bwd_epilogue(d_x_shared, slots, part.num_tokens, seen))
-            d_router.append(step.router_gradient(workspace.d_router_weight[r][: counts[r]], seen, part.num_tokens))
+            d_x.append(ops.bwd_epilogue(d_x_shared, slots, fault, seen))
+            d_router.append(step.router_gradient(workspace.d_router_weight[r][: counts[r]], seen, fault))
         routed_grads = [None if mains[i] is not None else step.packed([p[1 + i] for p in parts]) for i in range(3)]
         shared_grads = [
             None if mains[3 + i] is not None or not shared else step.summed([p[4 + i] for p in parts]) for i in range(3)
         ]
-        extra = gate.weight_gradient(shared_output_gate_main_grad, part.num_tokens)
+        extra = gate.weight_gradient(shared_output_gate_main_grad, fault)
         return (step.packed(d_x), step.packed(d_router), *routed_grads, *shared_grads, *extra)

@@ -152,9 +152,12 @@ def local(tensors: tuple[Tensor, ...], workspace: MoKWorkspace, r: int) -> list[
     return [t[r * (t.shape[0] // size) : (r + 1) * (t.shape[0] // size)] for t in tensors]
 
 
-def tables(part: MoKSchedule) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The four schedule tensors the kernels take."""
-    return part.peer_rank, part.peer_token_idx, part.num_tokens, part.tokens_per_expert
+def tables(part: MoKSchedule, fault: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The four schedule tensors the kernels take. `fault`, a `status` from before, stops this rank too where it is < 0."""
+    num_tokens = part.num_tokens
+    if fault is not None and fault is not num_tokens:
+        num_tokens = torch.where(fault < 0, fault, num_tokens)
+    return part.peer_rank, part.peer_token_idx, num_tokens, part.tokens_per_expert
 
 
 def ring(config: MoKConfig, part: MoKSchedule) -> int:
@@ -169,6 +172,16 @@ def visible(part: MoKSchedule, workspace: MoKWorkspace, r: int) -> Tensor:
         return part.top_experts
     per_rank = int(part.tokens_per_expert.shape[0])
     return torch.where(part.top_experts // per_rank == r, part.top_experts, -1)
+
+
+def status(workspace: MoKWorkspace, schedule: Schedule) -> Tensor:
+    """num_tokens i32 [1] that tells every rank's epilogue of a fault on any rank in this process: the least of them.
+
+    A schedule's fault is on all ranks, but a launch that was drained marks its own rank alone, and its rows were to go
+    to the others.
+    """
+    found = [of_rank(schedule, workspace, r).num_tokens for r in workspace.ranks.local]
+    return found[0] if len(found) == 1 else torch.cat(found).amin(0, keepdim=True)
 
 
 def packed(outputs: list[Tensor]) -> Tensor:

@@ -203,7 +203,9 @@ def get_workspace(
 ) -> MoKWorkspace:
     """A cached workspace for these properties: layers of one model share it. A dead one is replaced."""
     if torch.compiler.is_compiling():
-        name = _made_outside(config, group, str(device), num_local_tokens, hidden_size, topk)
+        # plain values: torch before 2.13 cannot hand a frozen dataclass from a trace to code outside it
+        ranks = (group.ep, group.token_counts, group.only) if isinstance(group, VirtualGroup) else group
+        name = _made_outside(ranks, str(device), num_local_tokens, hidden_size, topk)
         traced: MoKWorkspace = getattr(_TRACED, name)
         return traced
     return _cached(config, group, device, num_local_tokens, hidden_size, topk)
@@ -229,9 +231,13 @@ _TRACED = _Traced()
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _made_outside(config: MoKConfig, group: Any, device: str, num_local_tokens: int, hidden_size: int, topk: int) -> str:
-    """Name in `_TRACED` of the cached workspace. Runs while tracing, outside the graph: buffers must not be made inside."""
-    workspace = _cached(config, group, device, num_local_tokens, hidden_size, topk)
+def _made_outside(ranks: Any, device: str, num_local_tokens: int, hidden_size: int, topk: int) -> str:
+    """Name in `_TRACED` of the cached workspace. Runs while tracing, outside the graph: buffers must not be made inside.
+
+    ranks: (ep, token_counts, only) of a VirtualGroup, or a process group. The config plays no part in the buffers.
+    """
+    group = VirtualGroup(ranks[0], ranks[1], only=ranks[2]) if isinstance(ranks, tuple) else ranks
+    workspace = _cached(MoKConfig(), group, device, num_local_tokens, hidden_size, topk)
     name = f"workspace_{workspace.handle}"
     setattr(_TRACED, name, workspace)
     return name

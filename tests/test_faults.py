@@ -15,6 +15,7 @@ from support.cases import make_case
 from support.steps import SMALL, Step, bits, fill_workspace, poison_allocator, run_step, workspace_of
 
 from mok import MoELayer, MoEShape, MoKConfig, VirtualGroup, acceptance, functional, ops
+from mok.engines import torch_engine
 from mok.engines.oracle import LayerInputs
 from mok.errors import CapacityError, Fault, FaultError, RouteError
 from mok.workspace import MoKWorkspace
@@ -304,3 +305,24 @@ def test_a_dead_workspace_says_so_and_is_replaced() -> None:
         Step(case, workspace).build()
     assert cached() is not workspace
     assert bits(run_step(case, workspace=cached())) == bits(run_step(case))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_launch_drained_on_one_rank_spoils_the_outputs_of_all(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A local time-out marks the schedule of its own rank while the kernel runs; other ranks' rows never came home."""
+    case = make_case(T=60)
+    step = Step(case, workspace_of(case, ep=2))
+    step.build()
+    run = torch_engine.forward
+
+    def drained(**arguments: Any) -> tuple[torch.Tensor, ...]:
+        results = run(**arguments)
+        if arguments["rank"] == rank:
+            arguments["schedule"][2].fill_(-int(Fault.LOCAL_TIMEOUT))
+        return results
+
+    monkeypatch.setattr(torch_engine, "forward", drained)
+    out = step.forward()
+    assert out.isnan().all()
+    gradients = step.backward()
+    assert {name for name, gradient in gradients.items() if not gradient.isnan().all()} == set()
