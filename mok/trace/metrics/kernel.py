@@ -4,11 +4,15 @@ Every SM's time from the launch's first start to its last end is given to exactl
 SMs x kernel time. A computing SM has two consumer warpgroups; its time is the mean of theirs. Definitions (DESIGN 8):
 
 - tensor: inside an mma span, minus the time that warpgroup waited for operands;
-- stall: waiting for operands or for a task (full and empty barriers, pipeline fill), no flag being waited for;
+- stall: the waiting that a `stall` record states, and empty time while the producer loads the operands of a tile that
+  the warpgroup is recorded to multiply (pipeline fill);
 - exposed communication: the warpgroup is empty while its producer waits on a row flag (x_ready);
-- dependency: the same on any other flag (hidden_ready, a ring place); counted in `other`;
 - epilogue: inside an epilogue span, minus waits in it; communication: copying rows, on any SM, and all time of a
-  communication SM; idle: before the CTA's start and after its end.
+  communication SM; idle: before the CTA's start and after its end;
+- other: everything no record explains (set-up, waiting for a task, a tile this CTA does not have, lost records), waits
+  on any other flag (hidden_ready, a ring place), and mma spans whose `stall` record is missing.
+
+That the classes add up is therefore no check of the trace; that `other` stays small is.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ F64 = npt.NDArray[np.float64]
 I64 = npt.NDArray[np.int64]
 
 CLASSES = ("tensor", "stall", "exposed communication", "epilogue", "communication", "other", "idle")
+NUM_CONSUMERS = 2  # warpgroups of a computing SM
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +37,8 @@ class SmAccounting:
     """Shares of all SM time (they add up to 1), and what they were computed from.
 
     shares: class -> share of SMs x kernel time. exposed and comm_sm_share: the two parts of `cost_of_communication`.
-    coverage: share of SMs whose lanes were recorded without drops.
+    coverage: share of SMs whose lanes were recorded without drops. by_minibatch: minibatch -> its share of exposed
+    communication; empty when `by_minibatch_unknown` says why the trace cannot tell.
     """
 
     shares: dict[str, float]
@@ -41,6 +47,7 @@ class SmAccounting:
     num_comm_sms: int
     coverage: float
     by_minibatch: dict[int, float]
+    by_minibatch_unknown: str = ""
 
     @property
     def exposed(self) -> float:
@@ -89,6 +96,13 @@ def _overlap(a: tuple[I64, I64], b: tuple[I64, I64]) -> int:
     return int((x[1] - x[0]).sum() + (y[1] - y[0]).sum()) - both
 
 
+def _tiles(trace: Trace, rows: I64, names: npt.NDArray[np.str_]) -> list[tuple[str, int, int, int]]:
+    """(GEMM kind, minibatch, block, tile) of load or mma spans: what a producer and its consumers call the same work."""
+    columns = [np.asarray(trace.spans.args[key])[rows].tolist() for key in ("minibatch", "block", "tile")]
+    kinds = [str(text).split()[-1] for text in names[rows]]
+    return list(zip(kinds, *columns, strict=True))
+
+
 def account(trace: Trace) -> SmAccounting:
     """SM time accounting of one launch's in-kernel trace. Raises InputError when it holds no computing SM."""
     spans, lanes = trace.spans, trace.lanes
@@ -110,6 +124,7 @@ def account(trace: Trace) -> SmAccounting:
     for index in np.flatnonzero(kinds == "role").tolist():
         words = str(labels[index]).split()  # "SM 012 producer" or "SM 012 consumer 1"
         roles.setdefault(" ".join(words[:2]), {})[" ".join(words[2:])] = index
+    unknown = str(trace.meta.coverage.get("minibatch_unknown", ""))
     nothing = np.zeros(0, np.int64)
     for sm, span in sms.items():
         low, high = int(begin[span]), int(end[span])
@@ -123,30 +138,40 @@ def account(trace: Trace) -> SmAccounting:
         waits = mine[category[mine] == "wait"]
         rows = waits[name[waits] == "wait x_ready"]
         others = waits[name[waits] != "wait x_ready"]
+        loads = mine[category[mine] == "load"]
+        loaded = _tiles(trace, loads, name)
         consumers = [of_lane.get(index, nothing) for part, index in lanes_here.items() if part.startswith("consumer")]
+        share = 1 / max(NUM_CONSUMERS, len(consumers))
+        total["other"] += (1 - share * len(consumers)) * (high - low)  # lanes nobody wrote
         for group in consumers:
-            share = 1 / len(consumers)
             mma, epi = group[category[group] == "mma"], group[category[group] == "epilogue"]
             copy, held = group[category[group] == "communication"], group[category[group] == "wait"]
             stall = spans.args["stall_ns"][mma]
             assert isinstance(stall, np.ndarray)
-            stalled = float(np.where(stall == NO_VALUE, 0, stall).sum())
+            untold = stall == NO_VALUE  # multiplied, but how long it waited was lost
+            multiplied, stalled = float((end[mma] - begin[mma])[~untold].sum()), float(stall[~untold].sum())
+            lost = float((end[mma] - begin[mma])[untold].sum())
             busy = np.concatenate([mma, epi, copy])
             gaps = _gaps(begin[busy], end[busy], low, high)
             in_gap = _overlap(gaps, (begin[rows], end[rows]))
-            blocked = _overlap(gaps, (begin[others], end[others]))
-            for i in rows:
+            waiting = np.concatenate([rows, others])
+            blocked = _overlap(gaps, (begin[waiting], end[waiting])) - in_gap
+            own = set(_tiles(trace, mma, name))
+            fills = np.concatenate([waiting, loads[[tile in own for tile in loaded]]])
+            filling = _overlap(gaps, (begin[fills], end[fills])) - in_gap - blocked
+            for i in rows if not unknown else rows[:0]:
                 amount = _overlap(gaps, (begin[i : i + 1], end[i : i + 1])) * share
                 minibatch = spans.args["minibatch"]
                 assert isinstance(minibatch, np.ndarray)
                 exposed_by[int(minibatch[i])] = exposed_by.get(int(minibatch[i]), 0.0) + amount
             waited = float((end[held] - begin[held]).sum())
-            total["tensor"] += share * (float((end[mma] - begin[mma]).sum()) - stalled)
+            total["tensor"] += share * (multiplied - stalled)
             total["epilogue"] += share * (float((end[epi] - begin[epi]).sum()) - waited)
             total["communication"] += share * float((end[copy] - begin[copy]).sum())
             total["exposed communication"] += share * in_gap
-            total["other"] += share * (blocked + waited)
-            total["stall"] += share * (stalled + float((gaps[1] - gaps[0]).sum()) - in_gap - blocked)
+            total["stall"] += share * (stalled + filling)
+            empty = float(np.maximum(gaps[1] - gaps[0], 0).sum())
+            total["other"] += share * (empty - in_gap - filling + waited + lost)
     whole = float(len(sms) * (t1 - t0)) or 1.0
     dropped = trace.meta.coverage.get("dropped", 0)
     return SmAccounting(
@@ -156,6 +181,7 @@ def account(trace: Trace) -> SmAccounting:
         comm_sms,
         1.0 if not dropped else 0.0,
         {key: value / whole for key, value in sorted(exposed_by.items())},
+        unknown,
     )
 
 
