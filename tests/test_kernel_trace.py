@@ -103,6 +103,80 @@ def test_accounting_gives_every_nanosecond_to_one_class():
     assert result.by_minibatch == pytest.approx({0: 0.05})
 
 
+TURN = 1 << 32
+
+
+def long_wait(end, records):
+    return Dump().lane(0, PRODUCER, 5, 1000, 1000 + end, records)
+
+
+def durations(trace, name):
+    return trace.spans.dur_ns[trace.spans.name.where(name)].tolist()
+
+
+def test_ticks_that_turned_over_are_unwound_when_the_end_confirms_it():
+    wait = [(BEGIN, "wait x_ready", 0, 0, TURN - 100), (END, "wait x_ready", 0, 0, 50)]
+    load = [(BEGIN, "load gate_up", 0, 3, TURN - 10), (END, "load gate_up", 0, 7, 300)]
+    trace = reader.read(long_wait(2 * TURN + 400, wait + load).bytes())
+    assert durations(trace, "wait x_ready") == [150]
+    assert durations(trace, "load gate_up") == [310]
+    assert trace.spans.start_ns[trace.spans.name.where("load gate_up")].tolist() == [1000 + 2 * TURN - 10]
+    assert any("unwound" in text for text in trace.meta.diagnostics)
+
+
+@pytest.mark.parametrize("begin, end", [(100, 2_000_000_000), (2_000_000_000, 100)])
+def test_a_wait_longer_than_a_turn_is_never_a_short_one(begin, end):
+    life = 10_000_000_000 + 3000  # the local time-out: two turns, of which the ticks show none or one
+    trace = reader.read(long_wait(life, [(BEGIN, "wait x_ready", 0, 0, begin), (END, "wait x_ready", 0, 0, end)]).bytes())
+    assert durations(trace, "wait x_ready") == []
+    assert durations(trace, "compute CTA") == [life]
+    assert [text for text in trace.meta.diagnostics if "ambiguous" in text and text.startswith("1 lanes")]
+    assert metrics.account(trace).shares["other"] == pytest.approx(1)
+
+
+def test_a_short_lane_needs_no_unwinding():
+    assert (
+        reader.read(long_wait(TURN - 1, [(BEGIN, "combine", 0, 0, 5), (END, "combine", 0, 0, 9)]).bytes()).meta.diagnostics == ()
+    )
+
+
+def test_more_minibatches_than_a_tag_names_make_the_metric_abstain():
+    sizes = {"minibatch": 128, "ring_rows": 1 << 20}
+    fits = reader.read(typical().bytes(**sizes), [256 * 128])
+    assert fits.meta.diagnostics == ()
+    assert metrics.account(fits).by_minibatch_unknown == ""
+    assert metrics.account(fits).by_minibatch == pytest.approx({0: 0.05})
+    for changes, rows in ((sizes, 257 * 128), (sizes | {"minibatch": 512, "ring_rows": 128}, 257 * 128)):
+        trace = reader.read(typical().bytes(**changes), [rows])
+        assert [text for text in trace.meta.diagnostics if "257 minibatches" in text]
+        assert set(trace.spans.args["minibatch"].tolist()) == {NO_VALUE}
+        result = metrics.account(trace)
+        assert result.by_minibatch == {}
+        assert "257 minibatches" in result.by_minibatch_unknown
+        assert result.exposed == pytest.approx(0.05)  # the sum over all of them needs no number
+    assert (
+        "257 minibatches"
+        in reader.read_launches([typical().bytes(**sizes)] * 2, [[257 * 128]] * 2).meta.coverage["minibatch_unknown"]
+    )
+
+
+def test_a_row_flag_beyond_the_tag_gives_the_turn_away_without_sizes():
+    dump = typical()
+    dump.lane(0, PRODUCER, 5, 1000, 2000, [(BEGIN, "wait x_ready", 44, 300, 0), (END, "wait x_ready", 44, 300, 100)])
+    trace = reader.read(dump.bytes())
+    assert [text for text in trace.meta.diagnostics if "301 minibatches" in text]
+    assert metrics.account(trace).by_minibatch == {}
+
+
+def test_more_blocks_than_a_tag_names_leave_blocks_and_experts_out():
+    rows = ((1 << 16) + 1) * 128
+    trace = reader.read(typical().bytes(), [rows - 128, 128])
+    assert [text for text in trace.meta.diagnostics if "65537 row blocks" in text]
+    for name in ("block", "expert", "index"):
+        assert set(trace.spans.args[name].tolist()) == {NO_VALUE}
+    assert not reader.read(typical().bytes(), [rows - 128]).meta.diagnostics
+
+
 def test_other_flags_are_not_exposed_communication():
     dump = typical()
     dump.lane(0, PRODUCER, 5, 1000, 2000, [(BEGIN, "wait hidden_ready", 0, 9, 0), (END, "wait hidden_ready", 0, 9, 100)])

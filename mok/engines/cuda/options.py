@@ -39,6 +39,9 @@ class TraceBuffer:
     rank: int
     launch: int
     tokens_per_expert: torch.Tensor
+    minibatch: int
+    ring_rows: int
+    shared_rows: int
 
     def header(self) -> dict[str, int | str]:
         """What `mok.trace.read.kernel.pack` puts in front of the records."""
@@ -48,6 +51,9 @@ class TraceBuffer:
             "rank": self.rank,
             "launch": self.launch,
             "num_comm_sms": self.num_comm_sms,
+            "minibatch": self.minibatch,
+            "ring_rows": self.ring_rows,
+            "shared_rows": self.shared_rows,
             "device": torch.cuda.get_device_name(self.data.device),
         }
 
@@ -62,7 +68,6 @@ class Options:
     fault: torch.Tensor | None = None
 
 
-_DEFAULT = Options()
 _DEFAULT = Options()
 _options: contextvars.ContextVar[Options] = contextvars.ContextVar("mok_cuda_options", default=_DEFAULT)
 

@@ -96,7 +96,7 @@ def _overlap(a: tuple[I64, I64], b: tuple[I64, I64]) -> int:
     return int((x[1] - x[0]).sum() + (y[1] - y[0]).sum()) - both
 
 
-def _tiles(trace: Trace, rows: I64, names: npt.NDArray[np.str_]) -> list[tuple[str, int, int, int]]:
+def _tiles(trace: Trace, rows: I64, names: npt.NDArray[np.object_]) -> list[tuple[str, int, int, int]]:
     """(GEMM kind, minibatch, block, tile) of load or mma spans: what a producer and its consumers call the same work."""
     columns = [np.asarray(trace.spans.args[key])[rows].tolist() for key in ("minibatch", "block", "tile")]
     kinds = [str(text).split()[-1] for text in names[rows]]

@@ -4,6 +4,10 @@ A launch is described by a header (JSON: what was recorded, by whom, with which 
 slices, so a dump can be read long after, without the kernel that wrote it. Layout and numbers are those of
 csrc/include/mok/trace.cuh. Records of one lane come in time order; begin and end of one event alternate, so pairing
 is one stable sort. What cannot be paired (a dropped end) is left out and said so.
+
+Records are small, so two of their fields can turn over: ticks are u32 nanoseconds (4.29 s), tags hold 8 bits of the
+minibatch and 16 of the block. Ticks are unwound, and a slice's 64-bit end tells whether a turn was missed; numbers that
+a schedule has too many of are left out (NO_VALUE). Either is a diagnostic, never a wrong duration or name.
 """
 
 from __future__ import annotations
@@ -44,12 +48,18 @@ STALL = EVENTS.index("stall")
 ROLES = ("producer", "consumer", "comm")
 _BEGIN, _END, _VALUE = 0, 1, 2
 _MAX_HEADER = 1 << 20
+_TURN_NS = 1 << 32
+_MAX_MINIBATCHES, _MAX_BLOCKS = 1 << 8, 1 << 16
+_BLOCK_ROWS = 128
 
 Bytes = npt.NDArray[np.uint8]
 
 
 def pack(data: Bytes, header: dict[str, Any]) -> bytes:
-    """One self-describing dump. header needs grid, records, rank, launch, num_comm_sms; more keys go to provenance."""
+    """One self-describing dump. header needs grid, records, rank, launch, num_comm_sms; more keys go to provenance.
+
+    minibatch, ring_rows and shared_rows let a reader see that the schedule has more minibatches or blocks than a tag says.
+    """
     text = json.dumps({"events": list(EVENTS), **header}).encode()
     return MAGIC + np.array([VERSION, len(text)], "<u4").tobytes() + text + data.tobytes()
 
@@ -103,13 +113,18 @@ def read(dump: bytes, tokens_per_expert: npt.ArrayLike | None = None) -> Trace:
     if dropped:
         diagnostics.append(f"{dropped} records dropped: raise the number of records per lane")
     start = slices["start_ns"][used].astype(np.int64)
+    value, sure, said = _unwind(tag, value, lane, slices["end_ns"][used].astype(np.int64) - start)
+    diagnostics += said
+    tag, value, lane = tag[sure], value[sure], lane[sure]
     spans, unpaired = _pair(tag, value, lane, start)
     if unpaired:
         diagnostics.append(f"{unpaired} begins or ends without a partner left out")
+    unknown = _forget_turned(spans, header, tokens_per_expert)
+    diagnostics += unknown.values()
     table, cta_spans = _lanes(slices[used], used, header)
     meta = TraceMeta(
         tool="mok in-kernel trace",
-        coverage={"lanes": len(used), "records": int(count.sum()), "dropped": dropped, "seen": "one kernel launch"},
+        coverage={"lanes": len(used), "records": int(count.sum()), "dropped": dropped, "seen": "one kernel launch"} | unknown,
         diagnostics=tuple(diagnostics),
         clock="globaltimer",
         uncertainty_ns=128,
@@ -145,9 +160,10 @@ def read_launches(dumps: Sequence[bytes], tokens_per_expert: Sequence[npt.ArrayL
     )
     metas = [trace.meta for trace in traces]
     totals = {key: sum(int(meta.coverage.get(key, 0)) for meta in metas) for key in ("lanes", "records", "dropped")}
+    unknown = {key: meta.coverage[key] for meta in metas for key in meta.coverage if key.endswith("_unknown")}
     meta = TraceMeta(
         tool=metas[0].tool,
-        coverage={**totals, "seen": f"{len(traces)} kernel launches"},
+        coverage={**totals, "seen": f"{len(traces)} kernel launches", **unknown},
         diagnostics=tuple(f"launch {i}: {text}" for i, meta in enumerate(metas) for text in meta.diagnostics),
         clock=metas[0].clock,
         uncertainty_ns=metas[0].uncertainty_ns,
@@ -162,6 +178,54 @@ def _empty(diagnostics: tuple[str, ...]) -> Trace:
     return Trace(
         spans, Counters.none(), Lanes.of([]), TraceMeta("mok in-kernel trace", diagnostics=diagnostics, clock="globaltimer")
     )
+
+
+def _unwind(tag: Any, value: Any, lane: Any, life: Any) -> tuple[Any, Any, list[str]]:
+    """(ticks without turns, which records to keep, diagnostics) for lanes that lasted `life` ns.
+
+    Ticks of one lane never fall, so a fall is a turn of the clock. A turn between two records that shows no fall leaves
+    the last tick a turn or more before the slice's end: then nothing says where it was, and the lane's records go.
+    """
+    ticks, keep = value.copy(), np.ones(len(tag), bool)
+    unwound = guessed = 0
+    for number in np.flatnonzero(life >= _TURN_NS).tolist():
+        at = np.flatnonzero((lane == number) & (tag & 3 != _VALUE))
+        if not len(at):
+            continue
+        ticks[at] += np.append(0, np.cumsum(np.diff(value[at]) < 0)) * _TURN_NS
+        if life[number] - ticks[at[-1]] >= _TURN_NS:
+            keep[lane == number] = False
+            guessed += 1
+        else:
+            unwound += 1
+    said = [f"{unwound} lanes lasted more than 4.29 s: turns of their 32-bit ticks unwound"] if unwound else []
+    if guessed:
+        said.append(f"{guessed} lanes have a gap of more than 4.29 s, where 32-bit ticks are ambiguous: their spans are left out")
+    return ticks, keep, said
+
+
+def _forget_turned(columns: dict[str, Any], header: dict[str, Any], tokens_per_expert: npt.ArrayLike | None) -> dict[str, str]:
+    """Columns a tag is too small for become NO_VALUE, in place; returns the reasons, by "minibatch_unknown", "block_unknown"."""
+    rows = 0 if tokens_per_expert is None else int(np.sum(np.asarray(tokens_per_expert, np.int64)))
+    blocks = -(-max(rows, int(header.get("shared_rows", 0))) // _BLOCK_ROWS)
+    at_x_ready = columns["event"] == EVENTS.index("wait x_ready")  # its index is the minibatch, with 16 bits
+    minibatches = int(columns["index"][at_x_ready].max(initial=-1)) + 1
+    if rows and header.get("minibatch") and header.get("ring_rows"):
+        ring, size = int(header["ring_rows"]), int(header["minibatch"])
+        full = (rows - 1) // ring  # macrobatches before the last one
+        minibatches = max(minibatches, full * -(-ring // size) + -(-(rows - full * ring) // size))
+    reasons = {}
+    if minibatches > _MAX_MINIBATCHES:
+        columns["minibatch"] = np.full_like(columns["minibatch"], NO_VALUE)
+        reasons["minibatch_unknown"] = (
+            f"{minibatches} minibatches, but records name {_MAX_MINIBATCHES}: minibatch numbers left out"
+        )
+    if blocks > _MAX_BLOCKS:
+        columns["index"] = np.full_like(columns["index"], NO_VALUE)
+        reasons["block_unknown"] = (
+            f"{blocks} row blocks, but records name {_MAX_BLOCKS}: blocks, flag indices and experts left out"
+        )
+    return reasons
 
 
 def _pair(tag: Any, value: Any, lane: Any, start: Any) -> tuple[dict[str, Any], int]:
@@ -183,6 +247,7 @@ def _pair(tag: Any, value: Any, lane: Any, start: Any) -> tuple[dict[str, Any], 
         owner = np.maximum(np.searchsorted(last[multiplies], values) - 1, 0)
         good = (last[multiplies][owner] < values) & (lane[last[multiplies]][owner] == lane[values])
         stall[multiplies[owner[good]]] = value[values[good]]
+    stall[value[last] - value[first] >= _TURN_NS] = NO_VALUE  # its sum may have turned over too
     columns = {
         "start_ns": start[lane[first]] + value[first],
         "dur_ns": np.maximum(value[last] - value[first], 0),
@@ -241,7 +306,8 @@ def _spans(columns: dict[str, Any], life: dict[str, Any], tokens_per_expert: npt
     }
     if tokens_per_expert is not None:
         ends = np.cumsum(np.asarray(tokens_per_expert, np.int64))
-        block = np.searchsorted(ends, columns["index"] * 128, side="right")
+        block = np.searchsorted(ends, columns["index"] * _BLOCK_ROWS, side="right")
+        block[columns["index"] == NO_VALUE] = len(ends)
         by_block = np.array(
             [n.split()[-1] in ("gate_up", "down", "dispatch", "combine", "hidden_ready", "y_ready") for n in EVENTS]
         )
