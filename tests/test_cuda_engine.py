@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -11,6 +15,7 @@ from mok.engines import cuda, torch_engine
 from mok.engines.cuda import build, driver, megakernel, options
 from mok.errors import CapabilityError, InputError
 from mok.groups import VirtualGroup
+from mok.trace.read import kernel as reader
 
 try:
     build.nvrtc_version()
@@ -27,7 +32,8 @@ class Recorder:
         self.launches: list[tuple[str, int, int, object]] = []
         self.resident = 66
 
-    def kernel(self, source, name, defines=None, shared_bytes=0):
+    def kernel(self, source, name, device, defines=None, shared_bytes=0):
+        assert device == torch.device("cpu")
         assert name.encode() in build.cubin(source, dict(defines or {}))
         recorder = self
 
@@ -118,6 +124,10 @@ def test_options_reach_the_launch(recorder, monkeypatch):
     assert params.fault == fault.data_ptr()
     assert params.trace == sink.buffers[0].data.data_ptr()
     assert (sink.buffers[0].grid, sink.buffers[0].num_comm_sms) == (132, 8)
+    assert (sink.buffers[0].minibatch, sink.buffers[0].ring_rows, sink.buffers[0].shared_rows) == (256, 1024, T)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    _, header = reader.unpack(reader.pack(sink.buffers[0].data.numpy(), sink.buffers[0].header()))
+    assert (header["minibatch"], header["ring_rows"], header["shared_rows"]) == (256, 1024, T)
     with pytest.raises(InputError, match="comm_only"), options.mode("comm_onyl"):
         pass
 
@@ -136,6 +146,81 @@ def test_bad_arguments_are_refused_before_launch(recorder, changes, message):
     with pytest.raises(InputError, match=message):
         cuda.forward(**arguments(**changes))
     assert not [launch for launch in recorder.launches if launch[0] == "mok_forward"]
+
+
+@pytest.mark.parametrize("odd", ["combine_peers", "routed", "schedule", "shared"])
+def test_tensors_of_two_devices_are_refused_before_launch(recorder, odd):
+    given = arguments()
+    *rest, last = given[odd]
+    given[odd] = type(given[odd])((*rest, Elsewhere.of(last)))
+    with pytest.raises(InputError, match=r"forward got tensors on cpu, meta; move them to one device"):
+        cuda.forward(**given)
+    assert recorder.launches == []
+
+
+class Elsewhere(torch.Tensor):
+    """A tensor that says it is on another device, but still has an address."""
+
+    @staticmethod
+    def of(tensor):
+        return tensor.as_subclass(Elsewhere)
+
+    @property
+    def device(self):
+        return torch.device("meta")
+
+
+def test_the_small_kernels_refuse_two_devices_too(recorder):
+    slots, weights = torch.zeros(T * K, H, dtype=torch.bfloat16), torch.zeros(T, K, device="meta")
+    with pytest.raises(InputError, match="the top-k sum got tensors on cpu, meta"):
+        cuda.forward_epilogue(None, slots, weights, None, None)
+    values, scales = torch.zeros(128, 128, dtype=torch.float8_e4m3fn), torch.zeros(1, 1, 32, 16, dtype=torch.uint8, device="meta")
+    with pytest.raises(InputError, match="dequantize got tensors on cpu, meta"):
+        cuda.dequantize(values, scales)
+    assert recorder.launches == []
+
+
+def test_empty_and_missing_tensors_have_no_say_in_the_device():
+    full = torch.zeros(3)
+    assert driver.device_of("x", None, torch.empty(0, device="meta"), full) == full.device
+    assert driver.device_of("x", None, torch.empty(0, device="meta")) == torch.device("meta")
+
+
+def test_kernels_of_tensors_elsewhere_than_on_a_gpu_are_refused():
+    with pytest.raises(InputError, match=r"engine 'cuda' runs on CUDA tensors, got cpu.*engine='torch'"):
+        driver.kernel("barrier.cu", "mok_barrier", torch.device("cpu"))
+
+
+def test_load_and_launch_happen_on_the_tensors_device_not_on_the_current_one(monkeypatch):
+    current, calls = [0], []
+
+    @contextlib.contextmanager
+    def guard(device):
+        before, current[0] = current[0], device
+        yield
+        current[0] = before
+
+    def stream(device=None):
+        return SimpleNamespace(cuda_stream=100 + (current[0] if device is None else device))
+
+    monkeypatch.setattr(torch.cuda, "device", guard)
+    monkeypatch.setattr(torch.cuda, "current_stream", stream)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr(driver, "check_device", lambda index: 132)
+    monkeypatch.setattr(driver, "call", lambda name, *args: calls.append((name, current[0], args)) or len(calls))
+    driver._kernel.cache_clear()
+    try:
+        for index in (1, 0, 1):
+            kernel = driver.kernel("barrier.cu", "mok_barrier", torch.device("cuda", index), shared_bytes=100_000)
+            kernel.launch(1, 32, ctypes.c_int32(5))
+            assert current == [0]
+    finally:
+        driver._kernel.cache_clear()
+    loads = [device for name, device, _ in calls if name == "cuModuleLoadData"]
+    assert loads == [1, 0]  # one module per device, each in its own context
+    assert [device for name, device, _ in calls if name == "cuFuncSetAttribute"] == [1, 0]
+    launches = [(device, args[8]) for name, device, args in calls if name == "cuLaunchKernel"]
+    assert launches == [(1, 101), (0, 100), (1, 101)]
 
 
 def test_too_few_resident_clusters_refuse_before_launch(recorder):

@@ -1,5 +1,8 @@
 """The few driver calls the engine needs: load a cubin, encode a tensor map, launch on torch's current stream.
 
+Which device that is the tensors say, not torch's current device: a kernel is loaded in the context of its tensors'
+device and launched under a guard for it, on the current stream *of that device*.
+
 Kernel arguments travel as one ctypes structure each (`cuLaunchKernel` takes the address of an array of pointers), so
 no Python object is built per scalar, and a launch can be captured into a CUDA graph like any other.
 """
@@ -14,7 +17,7 @@ from typing import Any
 import torch
 
 from mok.engines.cuda import build
-from mok.errors import CapabilityError, MokError
+from mok.errors import CapabilityError, InputError, MokError
 
 Tensor = torch.Tensor
 
@@ -47,12 +50,25 @@ def check_device(index: int) -> int:
     return int(properties.multi_processor_count)
 
 
-class Kernel:
-    """A loaded kernel function of one device."""
+def device_of(what: str, *tensors: Tensor | None) -> torch.device:
+    """The one device of all tensors that hold something (None and empty ones do not count).
 
-    def __init__(self, code: bytes, name: str, shared_bytes: int) -> None:
+    Raises InputError when they are on several: a kernel gets addresses, and one of another GPU would be a fault there.
+    """
+    devices = {tensor.device for tensor in tensors if tensor is not None and tensor.numel()}
+    if len(devices) > 1:
+        names = ", ".join(sorted(str(device) for device in devices))
+        raise InputError(f"{what} got tensors on {names}; move them to one device first.")
+    return devices.pop() if devices else next(tensor.device for tensor in tensors if tensor is not None)
+
+
+class Kernel:
+    """A loaded kernel function of one device: `device`, by default torch's current one, which must be current here."""
+
+    def __init__(self, code: bytes, name: str, shared_bytes: int, device: int | None = None) -> None:
         from cuda.bindings import driver
 
+        self.device = torch.cuda.current_device() if device is None else device
         self._module = call("cuModuleLoadData", code)
         self.function = call("cuModuleGetFunction", self._module, name.encode())
         self.shared_bytes = shared_bytes
@@ -61,23 +77,30 @@ class Kernel:
             call("cuFuncSetAttribute", self.function, attribute, shared_bytes)
 
     def launch(self, grid: int, block: int, arguments: ctypes.Structure) -> None:
-        """One launch on torch's current stream; `arguments` is the kernel's only parameter, a struct by value."""
-        stream = torch.cuda.current_stream().cuda_stream
+        """One launch on the device's current stream; `arguments` is the kernel's only parameter, a struct by value."""
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
-        call("cuLaunchKernel", self.function, grid, 1, 1, block, 1, 1, self.shared_bytes, stream, ctypes.addressof(pointers), 0)
+        at = ctypes.addressof(pointers)
+        with torch.cuda.device(self.device):
+            stream = torch.cuda.current_stream(self.device).cuda_stream
+            call("cuLaunchKernel", self.function, grid, 1, 1, block, 1, 1, self.shared_bytes, stream, at, 0)
 
 
 @functools.cache
 def _kernel(device: int, folder: str, source: str, defines: tuple[tuple[str, int], ...], name: str, shared_bytes: int) -> Kernel:
     check_device(device)
-    torch.cuda.current_stream()  # makes the primary context current
-    return Kernel(build.cubin(source, dict(defines)), name, shared_bytes)
+    with torch.cuda.device(device):
+        torch.cuda.current_stream()  # makes the primary context current
+        return Kernel(build.cubin(source, dict(defines)), name, shared_bytes, device)
 
 
-def kernel(source: str, name: str, defines: Mapping[str, int] | None = None, shared_bytes: int = 0) -> Kernel:
-    """The kernel `name` of `csrc/<source>` on the current device, compiled and loaded at first use."""
-    folder = str(build.source_folder())
-    return _kernel(torch.cuda.current_device(), folder, source, tuple(sorted((defines or {}).items())), name, shared_bytes)
+def kernel(
+    source: str, name: str, device: torch.device, defines: Mapping[str, int] | None = None, shared_bytes: int = 0
+) -> Kernel:
+    """The kernel `name` of `csrc/<source>` on `device`, compiled and loaded at first use."""
+    if device.type != "cuda":
+        raise InputError(f"engine 'cuda' runs on CUDA tensors, got {device}; move them to a GPU or use engine='torch'.")
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return _kernel(index, str(build.source_folder()), source, tuple(sorted((defines or {}).items())), name, shared_bytes)
 
 
 @functools.lru_cache(maxsize=4096)

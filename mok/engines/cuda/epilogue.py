@@ -34,11 +34,12 @@ def sum_topk(
     """bf16 [T, H] = shared + sum over k, ascending, of (w_k *) slots[t*K + k], one f32 chain of fused multiply-adds.
 
     slots bf16 [>= T*K, H]; weights f32 [T, K] or None (1 each); entries whose `top_experts` i32 id is -1 are not read;
-    NaN everywhere when `status` i32 [1] is negative.
+    NaN everywhere when `status` i32 [1] is negative. Raises InputError for tensors on several devices.
     """
     hidden = slots.shape[1]
     require(hidden % 8 == 0, f"H must be a multiple of 8, got {hidden}.")
-    out = torch.empty((num_tokens, hidden), dtype=torch.bfloat16, device=slots.device)
+    device = driver.device_of("the top-k sum", shared, slots, weights, top_experts, status)
+    out = torch.empty((num_tokens, hidden), dtype=torch.bfloat16, device=device)
     if not num_tokens:
         return out
     weights = weights if weights is None else weights.contiguous()
@@ -48,7 +49,7 @@ def sum_topk(
     for name, tensor in named.items():
         setattr(p, name, tensor.data_ptr() if tensor is not None and tensor.numel() else 0)
     p.tokens, p.hidden = num_tokens, hidden
-    kernel = driver.kernel("epilogue.cu", "mok_sum_topk", {"MOK_TOPK": top_k, "MOK_WEIGHTED": int(weights is not None)})
+    kernel = driver.kernel("epilogue.cu", "mok_sum_topk", device, {"MOK_TOPK": top_k, "MOK_WEIGHTED": int(weights is not None)})
     kernel.launch(-(-num_tokens * (hidden // 8) // _THREADS), _THREADS, p)
     return out
 

@@ -66,7 +66,7 @@ def barrier(counters: list[int], target: Tensor, rank: int, *, multicast: int = 
     p.multicast, p.target, p.timeout_ns = multicast, target.data_ptr(), peer_timeout_ns()
     p.fault = fault.data_ptr() if fault is not None else 0
     p.rank, p.ep = rank, len(counters)
-    driver.kernel("barrier.cu", "mok_barrier").launch(1, 32, p)
+    driver.kernel("barrier.cu", "mok_barrier", target.device).launch(1, 32, p)
 
 
 def gather_routes(
@@ -94,4 +94,4 @@ def gather_routes(
         p.buffers[r], p.counts[r] = buffer, count
     p.multicast_buffer, p.multicast_counts, p.top_experts = multicast_buffer, multicast_counts, top_experts.data_ptr()
     p.tokens, p.max_tokens, p.top_k, p.rank, p.ep = tokens, max_tokens, top_k, rank, len(buffers)
-    driver.kernel("barrier.cu", "mok_gather_routes").launch(-(-(max_tokens * top_k + 1) // 256), 256, p)
+    driver.kernel("barrier.cu", "mok_gather_routes", top_experts.device).launch(-(-(max_tokens * top_k + 1) // 256), 256, p)

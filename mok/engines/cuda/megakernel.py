@@ -47,7 +47,8 @@ def _resident_clusters(device: int, kernel: driver.Kernel) -> int:
     attribute.id = cuda.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
     attribute.value.clusterDim.x, attribute.value.clusterDim.y, attribute.value.clusterDim.z = 2, 1, 1
     config.attrs, config.numAttrs = [attribute], 1
-    return int(driver.call("cuOccupancyMaxActiveClusters", kernel.function, config))
+    with torch.cuda.device(device):
+        return int(driver.call("cuOccupancyMaxActiveClusters", kernel.function, config))
 
 
 def launch(
@@ -72,12 +73,14 @@ def launch(
     """One rank's forward on bf16 weights (gate, up [E, I, H], down [E, H, I]); returns its buffers by name.
 
     Names: x_routed, x_saved (MXFP8: before quantisation), gate_routed, up_routed, gate_shared, up_shared, y_shared;
-    empty tensors where nothing is kept. Raises InputError for sizes the kernel cannot take.
+    empty tensors where nothing is kept. Raises InputError for sizes the kernel cannot take and for tensors on
+    several devices.
     """
     peer_rank, peer_token_idx, num_tokens, tokens_per_expert = schedule
     gate, up, down = weights
     x = x_peers[rank]
-    device, hidden, intermediate = x.device, x.shape[1], gate.shape[1]
+    device = driver.device_of("forward", *x_peers, *combine_peers, *(shared or ()), *weights, *schedule)
+    hidden, intermediate = x.shape[1], gate.shape[1]
     sms = driver.check_device(device.index)
     step = 128 if mxfp8 else 64
     require(
@@ -144,10 +147,17 @@ def launch(
     p.max_rows, p.max_minis, p.lost_flag = max_rows, max_minis, now.lost_flag
     p.limit = math.inf if swiglu_limit is None else swiglu_limit
     if now.sink is not None:
-        p.trace, p.trace_records = _trace_buffer(now.sink, grid, num_comm_sms, rank, tokens_per_expert), now.sink.records
+        data = _trace_data(now.sink, grid, device)
+        p.trace, p.trace_records = data.data_ptr(), now.sink.records
+        now.sink.buffers.append(
+            options.TraceBuffer(
+                data, now.sink.records, grid, num_comm_sms, rank, len(now.sink.buffers), tokens_per_expert,
+                minibatch, ring_rows, tokens,
+            )
+        )  # fmt: skip
 
     kernel = driver.kernel(
-        "forward.cu", "mok_forward", defines(combine=combine, mxfp8=mxfp8, trace=now.sink is not None), SHARED_BYTES
+        "forward.cu", "mok_forward", device, defines(combine=combine, mxfp8=mxfp8, trace=now.sink is not None), SHARED_BYTES
     )
     resident = _resident_clusters(device.index, kernel)
     if resident < num_comm_sms // 2 + 1:
@@ -167,8 +177,6 @@ def launch(
     }
 
 
-def _trace_buffer(sink: options.TraceSink, grid: int, num_comm_sms: int, rank: int, tokens_per_expert: Tensor) -> int:
-    """Address of a fresh, zeroed buffer for one launch: 8 slices per CTA of a 64-byte header and 8-byte records."""
-    data = torch.zeros(grid * _TRACE_LANES * (64 + 8 * sink.records), dtype=torch.uint8, device=tokens_per_expert.device)
-    sink.buffers.append(options.TraceBuffer(data, sink.records, grid, num_comm_sms, rank, len(sink.buffers), tokens_per_expert))
-    return data.data_ptr()
+def _trace_data(sink: options.TraceSink, grid: int, device: torch.device) -> Tensor:
+    """A fresh, zeroed buffer for one launch: 8 slices per CTA of a 64-byte header and 8-byte records."""
+    return torch.zeros(grid * _TRACE_LANES * (64 + 8 * sink.records), dtype=torch.uint8, device=device)

@@ -60,7 +60,7 @@ def quantize(
         for name, tensor in zip(("x", "normal", "scales", "turned", "turned_scales"), (x, *copies), strict=True):
             setattr(p, name, tensor.data_ptr() if tensor is not None else 0)
         p.experts, p.rows, p.cols = experts, rows, cols
-        driver.kernel("quantize.cu", "mok_quantize").launch(grid, _THREADS, p)
+        driver.kernel("quantize.cu", "mok_quantize", x.device).launch(grid, _THREADS, p)
     return copies[0], copies[1], copies[2], copies[3]
 
 
@@ -71,9 +71,10 @@ def dequantize(values: Tensor, scales: Tensor) -> Tensor:
         rows % _TILE == 0 and cols % _TILE == 0 and list(scales.shape) == [rows // _TILE, cols // _TILE, 32, 16],
         f"scales {list(scales.shape)} do not belong to fp8 {list(values.shape)}; pass the pair quantize() returned together.",
     )
-    out = torch.empty(values.shape, dtype=torch.bfloat16, device=values.device)
+    device = driver.device_of("dequantize", values, scales)
+    out = torch.empty(values.shape, dtype=torch.bfloat16, device=device)
     values, scales = values.contiguous(), scales.contiguous()
     if out.numel():
         p = _Dequantize(values.data_ptr(), scales.data_ptr(), out.data_ptr(), rows, cols)
-        driver.kernel("quantize.cu", "mok_dequantize").launch(-(-rows * (cols // 32) // _THREADS), _THREADS, p)
+        driver.kernel("quantize.cu", "mok_dequantize", device).launch(-(-rows * (cols // 32) // _THREADS), _THREADS, p)
     return out

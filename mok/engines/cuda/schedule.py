@@ -82,7 +82,7 @@ def build(
     placing = 4 * (ep + 1 + _WARPS * num_local_experts)
     scanning = 4 * (experts + num_local_experts)
     grid = _CHUNKS // _WARPS
-    driver.kernel("schedule.cu", "mok_schedule_count", shared_bytes=counting).launch(grid, _THREADS, p)
-    driver.kernel("schedule.cu", "mok_schedule_scan", shared_bytes=scanning).launch(1, 1024, p)
-    driver.kernel("schedule.cu", "mok_schedule_place", shared_bytes=placing).launch(grid, _THREADS, p)
+    driver.kernel("schedule.cu", "mok_schedule_count", device, shared_bytes=counting).launch(grid, _THREADS, p)
+    driver.kernel("schedule.cu", "mok_schedule_scan", device, shared_bytes=scanning).launch(1, 1024, p)
+    driver.kernel("schedule.cu", "mok_schedule_place", device, shared_bytes=placing).launch(grid, _THREADS, p)
     return peer_rank, peer_token_idx, num_tokens, tokens_per_expert, record
