@@ -73,11 +73,24 @@ class Fault(enum.IntEnum):
     LOCAL_TIMEOUT = 4
 
 
+# What a kernel can wait for, by the code it records: `Place` of csrc/include/mok/flags.cuh (0: nowhere), and the barrier.
+PLACES = ("", "x_ready", "hidden_ready", "y_ready", "y_done", "x_free", "hidden_free", "shared_hidden")
+PLACE_BARRIER = 8
+
+
+def place_name(code: int, index: int) -> str:
+    """Where a kernel waited, from the code and the index (of the flag, or of the meeting) in its fault record."""
+    if code == PLACE_BARRIER:
+        return f"barrier {index}"
+    return f"flag {PLACES[code]}[{index}]" if 0 < code < len(PLACES) else f"unknown place {code}[{index}]"
+
+
 @dataclass(frozen=True, slots=True)
 class FaultRecord:
     """What a kernel stores about a fault: the same fields on every engine.
 
-    `seen` and `need` are rows for CAPACITY, (id, num_experts) for ROUTE_ID, flag values for the time-outs.
+    `seen` and `need` are rows for CAPACITY, (id, num_experts) for ROUTE_ID, flag values for the time-outs. `where` names
+    what a time-out waited for (`place_name`).
     """
 
     code: Fault

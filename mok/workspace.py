@@ -17,7 +17,7 @@ import torch
 
 from mok import engines, validate
 from mok.config import MoKConfig
-from mok.errors import Fault, FaultRecord, InputError, PeerTimeoutError, WorkspaceError, require
+from mok.errors import Fault, FaultRecord, InputError, PeerTimeoutError, WorkspaceError, place_name, require
 from mok.groups import Ranks, VirtualGroup, ranks_of
 from mok.schedule import FAULT_WORDS
 
@@ -107,9 +107,9 @@ class MoKWorkspace:
         code = int(self.fault[0])
         if code == Fault.NONE:
             return
-        _, rank, place, seen, need, *_ = self.fault.tolist()
+        _, rank, place, seen, need, index, *_ = self.fault.tolist()
         self.fault.zero_()
-        record = FaultRecord(Fault(code), int(rank), f"wait {int(place)}", int(seen), int(need))
+        record = FaultRecord(Fault(code), int(rank), place_name(int(place), int(index)), int(seen), int(need))
         error = record.to_error()
         if record.code is Fault.PEER_TIMEOUT:
             self.dead = str(error)

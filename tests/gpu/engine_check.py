@@ -17,7 +17,7 @@ from mok import mxfp8
 from mok import schedule as rule
 from mok.engines import cuda, torch_engine
 from mok.engines.cuda import meeting, options, quantize
-from mok.errors import Fault, FaultRecord, PeerTimeoutError
+from mok.errors import Fault, FaultRecord, PeerTimeoutError, place_name
 
 checks = Checks("engine")
 check = checks.check
@@ -152,8 +152,8 @@ def test_meeting():
             meeting.barrier([c.data_ptr() for c in lonely[:3]], lonely[3], 0)
             torch.cuda.synchronize()
         took = time.perf_counter() - start
-        code, rank, place, seen, need, *_ = record.tolist()
-        error = FaultRecord(Fault(code), rank, f"wait {place}", seen, need).to_error() if code else None
+        code, rank, place, seen, need, index, *_ = record.tolist()
+        error = FaultRecord(Fault(code), rank, place_name(place, index), seen, need).to_error() if code else None
         right = isinstance(error, PeerTimeoutError) and (seen, need) == (1, 3) and 1.9 < took < 10
         check(right, f"two peers that never come to the {planted}: after {took:.2f} s {error}")
         fresh = [torch.zeros(1, dtype=torch.int32, device="cuda") for _ in range(6)]

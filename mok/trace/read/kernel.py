@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mok.errors import InputError, require
+from mok.errors import PLACES, InputError, require
 from mok.trace.model import NO_VALUE, Counters, Lanes, Spans, Strings, Trace, TraceMeta
 
 MAGIC = b"MOKTRACE"
@@ -35,7 +35,6 @@ SLICE = np.dtype(
 RECORD = np.dtype([("tag", "<u4"), ("value", "<u4")])
 
 KINDS = ("gate_up_shared", "down_shared", "gate_up", "down")
-PLACES = ("", "x_ready", "hidden_ready", "y_ready", "y_done", "x_free", "hidden_free", "shared_hidden")
 EVENTS = (
     *(f"load {kind}" for kind in KINDS),
     *(f"mma {kind}" for kind in KINDS),
