@@ -13,6 +13,7 @@ import sysconfig
 
 import pytest
 
+from mok import errors
 from mok.engines.cuda import build, driver, megakernel, params
 from mok.errors import CapabilityError, InputError
 from mok.trace.read import kernel as reader
@@ -96,16 +97,53 @@ def test_small_kernels_compile_without_spills(source, defines):
     compiled(source, defines)
 
 
-@pytest.mark.slow
-def test_trace_off_is_the_same_code_as_an_empty_trace_header(tmp_path):
-    shutil.copytree(CSRC, tmp_path / "csrc")
-    header = tmp_path / "csrc" / "include" / "mok" / "trace.cuh"
-    text = header.read_text()
-    start, end = text.index("#if MOK_TRACE\n"), text.index("#else\n", text.index("#if MOK_TRACE\n"))
-    header.write_text(text[:start] + text[end + len("#else\n") :].replace("#endif", "", 1))
-    empty, _ = build.compile_source(tmp_path / "csrc", "forward.cu", FORWARD[0])
-    shipped, _ = build.compile_source(CSRC, "forward.cu", FORWARD[0])
-    assert instructions(sass(empty, tmp_path)) == instructions(sass(shipped, tmp_path))
+# Calls of trace lanes, and everything that exists only for them; what is left must not mention a trace object.
+TRACE_CALL = re.compile(r"(?:env\.)?\btrace(?:->|\.)(?:begin|end|value|open|close)\([^;]*\);")
+TRACE_ONLY = (
+    "u32 before = env.trace->tick();",
+    "stall += env.trace->tick() - before;",
+    "  TraceLane trace;\n",
+    "  TraceLane* trace;\n",
+    ", &trace",
+)
+
+
+def without_trace(folder: pathlib.Path) -> pathlib.Path:
+    """A copy of csrc in which no lane of a trace exists: calls become empty statements, trace.cuh keeps its constants."""
+    shutil.copytree(CSRC, folder)
+    found = dict.fromkeys(TRACE_ONLY, 0)
+    calls = 0
+    for path in (*folder.rglob("*.cu"), *folder.rglob("*.cuh")):
+        text = path.read_text()
+        if path.name == "trace.cuh":
+            text = text[: text.index("#if MOK_TRACE\n")] + "}  // namespace mok\n"
+        else:
+            text, count = TRACE_CALL.subn(";", text)
+            calls += count
+            for piece in TRACE_ONLY:
+                found[piece] += text.count(piece)
+                text = text.replace(piece, "")
+        assert not re.search(r"\btrace(?:->|\.(?!cuh))|TraceLane\b", text), path
+        path.write_text(text)
+    assert calls >= 15
+    assert set(found.values()) == {1}
+    return folder
+
+
+@pytest.mark.parametrize(
+    "combine, mxfp8",
+    [
+        ("comm", False),
+        *(pytest.param(*choice, marks=pytest.mark.slow) for choice in (("comm", True), ("epilogue", False), ("epilogue", True))),
+    ],
+)
+def test_trace_off_is_the_same_code_as_sources_without_a_trace(combine, mxfp8, tmp_path):
+    plain = without_trace(tmp_path / "csrc")
+    off, on = (megakernel.defines(combine=combine, mxfp8=mxfp8, trace=trace) for trace in (False, True))
+    stripped, _ = build.compile_source(plain, "forward.cu", off)
+    shipped = instructions(sass(compiled("forward.cu", off), tmp_path))
+    assert instructions(sass(stripped, tmp_path)) == shipped
+    assert instructions(sass(compiled("forward.cu", on), tmp_path)) != shipped  # the comparison can fail
 
 
 def constants() -> list[str]:
@@ -120,10 +158,19 @@ def constants() -> list[str]:
     checks += [f"kLoad + kGateUp == {reader.EVENTS.index('load gate_up')}", f"kMma + kDown == {reader.EVENTS.index('mma down')}"]
     checks += [f"kEpilogue + kDownShared == {reader.EVENTS.index('epilogue down_shared')}", f"kStall == {reader.STALL}"]
     checks += [f"kDispatchUnit == {reader.EVENTS.index('dispatch')}", f"kCombineUnit == {reader.EVENTS.index('combine')}"]
-    places = {"kWaitXReady": "x_ready", "kWaitHiddenReady": "hidden_ready", "kWaitYReady": "y_ready", "kWaitYDone": "y_done"}
-    places |= {"kWaitXFree": "x_free", "kWaitHiddenFree": "hidden_free", "kWaitSharedHidden": "shared_hidden"}
-    checks += [f"kWait + {constant} == {reader.EVENTS.index('wait ' + name)}" for constant, name in places.items()]
+    for name in errors.PLACES[1:]:
+        constant = "kWait" + "".join(word.capitalize() for word in name.split("_"))
+        checks += [f"{constant} == {errors.PLACES.index(name)}", f"kWait + {constant} == {reader.EVENTS.index('wait ' + name)}"]
     return checks
+
+
+def test_every_place_a_kernel_can_record_has_a_name():
+    enum = re.search(r"enum Place : int \{(.*?)\n\};", (CSRC / "include" / "mok" / "flags.cuh").read_text(), re.DOTALL)
+    codes = dict(re.findall(r"kWait(\w+) = (\d+)", enum[1]))
+    snake = {int(code): re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower() for name, code in codes.items()}
+    assert snake == {code: name for code, name in enumerate(errors.PLACES) if name}
+    assert re.findall(r"kPlaceBarrier = (\d+)", (CSRC / "barrier.cu").read_text()) == [str(errors.PLACE_BARRIER)]
+    assert errors.PLACE_BARRIER not in snake
 
 
 def test_python_and_cpp_agree_on_layouts_and_numbers(tmp_path):

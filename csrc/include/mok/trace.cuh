@@ -1,7 +1,7 @@
 // The kernel seen from inside: one writer lane per role appends 8-byte records to its own slice of a buffer.
 //
-// Off (MOK_TRACE=0) everything here is an empty inline function, and the SASS equals that of a build with an empty
-// header. On, a record costs one %globaltimer read and one streaming store. Record: u32 tag (phase 2 bits, event 6,
+// Off (MOK_TRACE=0) everything here is an empty inline function, and the SASS equals that of the sources with every
+// call of it removed. On, a record costs one %globaltimer read and one streaming store. Record: u32 tag (phase 2 bits, event 6,
 // minibatch 8, index 16), u32 nanoseconds since the slice's start. `begin` carries the row block as index, `end` the
 // column tile; waits carry the flag's index. mok/trace/read/kernel.py is the decoder and shares these numbers.
 #pragma once
