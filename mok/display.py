@@ -24,11 +24,6 @@ def register(kind: type, renderer: Renderer) -> None:
     _RENDERERS[kind] = renderer
 
 
-def view_module(class_name: str, module: str) -> None:
-    """Import `module` the first time an object whose class is called `class_name` is displayed."""
-    _VIEW_MODULES[class_name] = module
-
-
 def bundle(obj: Any, include: Any = None, exclude: Any = None) -> dict[str, Any]:
     """The mimebundle of `obj`: its repr, and what its registered view adds."""
     data: dict[str, Any] = {"text/plain": repr(obj)}

@@ -115,7 +115,7 @@ def forward(
         run = ops.dispatch_mlp_swiglu_combine_fwd_bf16 if precision == "bf16" else ops.dispatch_mlp_swiglu_combine_fwd_mxfp8
         contexts, shared_outputs = [], []
         for r in workspace.ranks.local:
-            part = step.of_rank(schedule, workspace, r)
+            part = schedule.rank(r)
             *context, y_shared = run(
                 workspace.x,
                 workspace.combine,
@@ -140,7 +140,7 @@ def forward(
         fault = step.status(workspace, schedule)
         outputs, gated, gates = [], [], []
         for index, r in enumerate(workspace.ranks.local):
-            part = step.of_rank(schedule, workspace, r)
+            part = schedule.rank(r)
             y_shared = shared_outputs[index] if shared else None
             if shared_output_gate_weight is not None:
                 plain = shared_outputs[index]
@@ -155,7 +155,7 @@ def forward(
             parts = []
             for index, r in enumerate(workspace.ranks.local):
                 extra = {"y_shared": gated[index], "output_gate": gates[index]} if gates else {}
-                key = step.schedule_key(step.of_rank(schedule, workspace, r))
+                key = step.schedule_key(schedule.rank(r))
                 parts.append(
                     MoKForwardContext.of(
                         precision, contexts[index], swiglu_limit=swiglu_limit, schedule_key=key, index=r, **extra
@@ -189,7 +189,7 @@ def recompute_forward_context(
         run = ops.recompute_forward_context_bf16 if precision == "bf16" else ops.recompute_forward_context_mxfp8
         contexts = []
         for r in workspace.ranks.local:
-            part = step.of_rank(schedule, workspace, r)
+            part = schedule.rank(r)
             context = run(
                 workspace.x,
                 list(shared or ()),
@@ -270,7 +270,7 @@ def backward(
         gate = step.OutputGate(saved, shared_output_gate_weight, shared, swiglu_limit)
         parts: list[list[Tensor]] = []
         for index, r in enumerate(workspace.ranks.local):
-            part = step.of_rank(schedule, workspace, r)
+            part = schedule.rank(r)
             rows = slice(0, counts[r])
             d_y_shared = gate.backward(index, workspace.d_y[r][rows], workspace.x[r][rows])
             grads = run(
@@ -301,7 +301,7 @@ def backward(
         fault = step.status(workspace, schedule)
         d_x, d_router = [], []
         for index, r in enumerate(workspace.ranks.local):
-            part = step.of_rank(schedule, workspace, r)
+            part = schedule.rank(r)
             seen = step.visible(part, workspace, r)
             d_x_shared = gate.add_to(index, parts[index][0]) if shared else None
             slots = workspace.d_x_routed[r][: counts[r] * workspace.topk]

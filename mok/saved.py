@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from mok.context import Context, MoKForwardContext, VirtualContext, parts_of
-from mok.schedule import MoKSchedule, VirtualSchedule
+from mok.schedule import MoKSchedule, VirtualSchedule, parts_of_schedule
 from mok.step import Schedule, schedule_key
 
 Tensor = torch.Tensor
@@ -34,7 +34,7 @@ class Layout:
 def flatten(schedule: Schedule, context: Context | None, swiglu_limit: float | None) -> tuple[list[Tensor], Layout]:
     """(tensors, how to cut them) of a step's schedule and context (None: backward recomputes it)."""
     virtual = isinstance(schedule, VirtualSchedule)
-    parts = schedule.ranks if isinstance(schedule, VirtualSchedule) else (schedule,)
+    parts = parts_of_schedule(schedule)
     flat: list[Tensor] = []
     for part in parts:
         flat += [

@@ -76,6 +76,11 @@ class VirtualSchedule:
         return f"VirtualSchedule(ranks {[part.index for part in self.ranks]}; first: {self.ranks[0] if self.ranks else None!r})"
 
 
+def parts_of_schedule(schedule: MoKSchedule | VirtualSchedule) -> tuple[MoKSchedule, ...]:
+    """The per-rank schedules of this process."""
+    return schedule.ranks if isinstance(schedule, VirtualSchedule) else (schedule,)
+
+
 def row_order(global_route: Tensor, num_routes: int) -> Tensor:
     """The sort key of DESIGN's order rule: i64, unique per route, ascending in (g mod 64, g div 64)."""
     stride = num_routes // INTERLEAVE + 1

@@ -10,7 +10,7 @@ from mok import ops, validate
 from mok.config import MoKConfig
 from mok.context import Context, MoKForwardContext, parts_of
 from mok.errors import InputError, require
-from mok.schedule import MoKSchedule, VirtualSchedule
+from mok.schedule import MoKSchedule, VirtualSchedule, parts_of_schedule
 from mok.workspace import MoKWorkspace
 
 Tensor = torch.Tensor
@@ -42,12 +42,6 @@ def local_experts(workspace: MoKWorkspace, num_local_experts: int) -> int:
     return num_local_experts // size
 
 
-def of_rank(schedule: Schedule, workspace: MoKWorkspace, r: int) -> MoKSchedule:
-    """Rank r's schedule."""
-    del workspace
-    return schedule.rank(r)
-
-
 def check_schedule(schedule: object, workspace: MoKWorkspace) -> None:
     """Raise InputError for a schedule that was built on another kind of workspace."""
     if not isinstance(schedule, (MoKSchedule, VirtualSchedule)):
@@ -57,7 +51,7 @@ def check_schedule(schedule: object, workspace: MoKWorkspace) -> None:
         kinds = ("a process group", "a VirtualGroup")
         raise InputError(f"the schedule was built on {kinds[not virtual]}, but the workspace belongs to {kinds[virtual]}.")
     size, topk = workspace.ranks.size, workspace.topk
-    parts = schedule.ranks if isinstance(schedule, VirtualSchedule) else (schedule,)
+    parts = parts_of_schedule(schedule)
     made_for = int(parts[0].token_counts.shape[0])
     require(
         made_for == size and len(parts) == len(workspace.ranks.local),
@@ -70,8 +64,7 @@ def check_schedule(schedule: object, workspace: MoKWorkspace) -> None:
 
 def check_row_block(schedule: Schedule, config: MoKConfig) -> None:
     """Raise InputError when experts were padded to other blocks than the kernels will walk."""
-    parts = schedule.ranks if isinstance(schedule, VirtualSchedule) else (schedule,)
-    made = parts[0].row_block
+    made = parts_of_schedule(schedule)[0].row_block
     require(
         made == config.row_block,
         f"the schedule was built with row_block={made}, but this config has {config.row_block}; pass the same MoKConfig.",
@@ -80,7 +73,7 @@ def check_row_block(schedule: Schedule, config: MoKConfig) -> None:
 
 def held_experts(schedule: Schedule, workspace: MoKWorkspace) -> int:
     """Experts whose weights this process holds (all of them in a VirtualGroup)."""
-    per_rank = int(of_rank(schedule, workspace, workspace.ranks.local[0]).tokens_per_expert.shape[0])
+    per_rank = int(schedule.rank(workspace.ranks.local[0]).tokens_per_expert.shape[0])
     return per_rank * len(workspace.held)
 
 
@@ -107,7 +100,7 @@ def inputs(
     validate.tensor("x", x, (None, size), (torch.bfloat16,), device)
     counts = workspace.split(x.shape[0])
     for r in workspace.ranks.local:
-        made_for = of_rank(schedule, workspace, r).top_experts.shape[0]
+        made_for = schedule.rank(r).top_experts.shape[0]
         if made_for != counts[r]:
             raise InputError(f"the schedule was built for {made_for} tokens on rank {r}, but x brings {counts[r]}.")
     if router_weights is not None:
@@ -134,7 +127,7 @@ def barrier(workspace: MoKWorkspace, schedule: Schedule, buffers: list[Tensor], 
     """Meet the other ranks around a megakernel; nothing to do when all ranks are in this process."""
     if workspace.ranks.virtual is not None:
         return
-    part = of_rank(schedule, workspace, workspace.ranks.local[0])
+    part = schedule.rank(workspace.ranks.local[0])
     per_rank = int(part.tokens_per_expert.shape[0])
     # the schedule's own gathered routes may be gone (layers share a workspace): gather this layer's again
     if exchange == "deliver":
@@ -180,7 +173,7 @@ def status(workspace: MoKWorkspace, schedule: Schedule) -> Tensor:
     A schedule's fault is on all ranks, but a launch that was drained marks its own rank alone, and its rows were to go
     to the others.
     """
-    found = [of_rank(schedule, workspace, r).num_tokens for r in workspace.ranks.local]
+    found = [schedule.rank(r).num_tokens for r in workspace.ranks.local]
     return found[0] if len(found) == 1 else torch.cat(found).amin(0, keepdim=True)
 
 
@@ -245,7 +238,7 @@ def check_context(
         "forward's context.",
     )
     for saved, r in zip(found, local, strict=True):
-        part = of_rank(schedule, workspace, r)
+        part = schedule.rank(r)
         require(
             saved.precision == precision,
             f"forward_context was saved in {saved.precision}, but the routed weights are {precision}.",

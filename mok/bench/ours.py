@@ -71,7 +71,7 @@ class Ours:
     def megakernel(self, number: int) -> tuple[Tensor, ...]:
         """The engine's forward kernel alone, of the first local rank, on what the last `forward` copied in."""
         space, rank = self.workspace, self.workspace.ranks.local[0]
-        part: MoKSchedule = step.of_rank(self.schedules[number], space, rank)
+        part: MoKSchedule = self.schedules[number].rank(rank)
         engine = engines.active(self.problem.device.type)
         flat = tuple(part for weight in self.weights for part in (weight if isinstance(weight, tuple) else (weight,)))
         kept: tuple[Tensor, ...] = engine.forward(
@@ -97,4 +97,4 @@ class Ours:
     @property
     def capacity(self) -> int:
         """Schedule rows of the rank that is timed."""
-        return int(step.of_rank(self.schedules[0], self.workspace, self.workspace.ranks.local[0]).peer_rank.shape[0])
+        return int(self.schedules[0].rank(self.workspace.ranks.local[0]).peer_rank.shape[0])

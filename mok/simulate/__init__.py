@@ -13,7 +13,6 @@ from mok import plan as planning
 from mok.bounds import Bound, bound
 from mok.errors import require, unknown_name
 from mok.plan import Plan
-from mok.shapes import MoEShape
 from mok.simulate.costs import Costs, Traffic, costs
 from mok.simulate.engine import Events, run
 from mok.simulate.footprint import check_memory
@@ -246,8 +245,3 @@ class _Step:
             save_context=keeps,
             precision=job.precision,
         )
-
-
-def layer_shape(workload: Workload) -> MoEShape:
-    """The shape one rank's kernels see: the workload's, or the closed slice's."""
-    return closed_slice(workload).shape if workload.ranks == "closed" else workload.shape

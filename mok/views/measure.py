@@ -14,10 +14,10 @@ from mok.acceptance import AcceptanceReport
 from mok.measurement import Measurement
 from mok.routing import RoutingStats
 from mok.views.panel import panel
+from mok.views.style import colour
 
-# Okabe-Ito, readable with any colour vision; kinds keep their colour over all figures
+# Of the common palette (`mok.views.style`); phases keep their colour over all figures
 PHASE_COLOURS = {"schedule": "#999999", "forward": "#0072B2", "backward": "#D55E00", "step": "#009E73"}
-RANK_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999")
 
 
 def table(rows: Sequence[tuple[str, ...]], head: tuple[str, ...] = ()) -> str:
@@ -55,11 +55,11 @@ def load_figure(stats: RoutingStats) -> go.Figure:
     per_rank = stats.num_experts // stats.ep
     for rank in range(stats.ep):
         experts = list(range(rank * per_rank, (rank + 1) * per_rank))
-        colour = RANK_COLOURS[rank % len(RANK_COLOURS)]
-        figure.add_bar(x=experts, y=stats.load_per_expert[experts], name=f"rank {rank}", marker_color=colour, row=1, col=1)
+        fill = colour(rank)
+        figure.add_bar(x=experts, y=stats.load_per_expert[experts], name=f"rank {rank}", marker_color=fill, row=1, col=1)
     ranks = [f"rank {rank}" for rank in range(stats.ep)]
     pads = stats.padded_rows_per_rank - stats.load_per_rank
-    colours = [RANK_COLOURS[rank % len(RANK_COLOURS)] for rank in range(stats.ep)]
+    colours = [colour(rank) for rank in range(stats.ep)]
     figure.add_bar(x=ranks, y=stats.load_per_rank, marker_color=colours, name="routes", showlegend=False, row=1, col=2)
     figure.add_bar(
         x=ranks,

@@ -6,7 +6,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-# Okabe and Ito 2008, "Color Universal Design", grey for black; the order of `mok.views.measure`, so that a rank keeps its colour.
+# Okabe and Ito 2008, "Color Universal Design", grey for black; a rank keeps its colour over all figures.
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999")
 GREY = "#767676"
 DASHES = ("solid", "dash", "dot", "dashdot")
