@@ -38,6 +38,8 @@ constexpr int kTaskFull = kEmpty + 8 * kStages;
 constexpr int kTaskEmpty = kTaskFull + 8 * kQueue;
 constexpr int kTasks = kTaskEmpty + 8 * kQueue;
 constexpr int kRole = kTasks + 4 * kQueueWords * kQueue;
+constexpr int kFirstTicket = kRole + 4;
+constexpr int kNumRows = kRole + 8;
 constexpr int kCommBarriers = kRole + 16;
 constexpr int kTraceState = kCommBarriers + kCommWarps * kCommSlots * 8;
 constexpr int kSharedBytes = kTraceState + kTraceLanes * kTraceStateBytes;
@@ -319,7 +321,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(mok::kThr
   u32 cta = cluster_rank();
   int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
 
-  int start = 0;
+  int start = 0, seen_rows = 0;
   if (thread == 0) {
     for (int i = 0; i < kStages; ++i) {
       mbar_init(smem + kFull + 8 * i, 1);
@@ -331,17 +333,24 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(mok::kThr
     }
     mbar_init_fence();
     // roles by order of start: whichever clusters come first communicate, so progress needs only one more
-    if (cta == 0) start = atomicAdd(p.sync + kStartTicket, 1);
+    if (cta == 0) {
+      start = atomicAdd(p.sync + kStartTicket, 1);
+      // read once for the cluster: a local time-out elsewhere may mark the schedule while late clusters start, and a
+      // cluster of two opinions would hang
+      seen_rows = *(volatile const int*)p.num_tokens;
+    }
   }
   cluster_sync();  // only now has the other CTA certainly started, and may its shared memory be written
   if (thread == 0 && cta == 0) {
-    cluster_store(peer_address(smem + kRole, 0), start);
-    cluster_store(peer_address(smem + kRole, 1), start);
+#pragma unroll
+    for (int peer = 0; peer < 2; ++peer) {
+      cluster_store(peer_address(smem + kRole, peer), start);
+      cluster_store(peer_address(smem + kNumRows, peer), seen_rows);
+    }
   }
   cluster_sync();
   bool communicates = shared_load(smem + kRole) < p.num_comm_clusters;
-
-  int num_rows = *(volatile const int*)p.num_tokens;
+  int num_rows = shared_load(smem + kNumRows);
   if (num_rows < 0) {
     poison(p);
     return;
@@ -363,7 +372,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(mok::kThr
       trace.open(p.trace, p.trace_records, warp, kCommLane, smem + kTraceState);
     }
     __syncwarp();
-    fetch_first<MOK_MXFP8>(p, problem, flags, env, smem + kRole + 4, thread);
+    fetch_first<MOK_MXFP8>(p, problem, flags, env, smem + kFirstTicket, thread);
     comm_warp<MOK_MXFP8>(p, problem, flags, env, smem + warp * kCommPoolBytes, smem + kCommBarriers + warp * kCommSlots * 8, lane);
     trace.close();
     return;
@@ -386,7 +395,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(mok::kThr
     int group = (warp - 4) / 4;
     if (warp % 4 == 0 && lane == 0) trace.open(p.trace, p.trace_records, 1 + group, kConsumerLane, smem + kTraceState);
     Consumer consumer{p, problem, flags, env, smem, cta, group, warp % 4, lane, RingPlace<kStages>{}};
-    fetch_first<MOK_MXFP8>(p, problem, flags, env, smem + kRole + 4, thread - 128);
+    fetch_first<MOK_MXFP8>(p, problem, flags, env, smem + kFirstTicket, thread - 128);
     consumer.run();
     trace.close();
   }

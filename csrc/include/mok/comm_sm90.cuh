@@ -166,13 +166,15 @@ __device__ __forceinline__ void fetch_row(const ForwardParams& p, int row, int m
 }
 
 // The first minibatch, whose arrival nothing else hides (unless there is a shared expert), is fetched by every SM: eight
-// warps of a CTA share a unit of 32 rows. Only tickets of that minibatch are drawn, and they wait for nothing.
+// warps of a CTA share a unit of 32 rows. Only tickets of that minibatch are drawn, and they wait for nothing. Each half of
+// the warps records its half of the unit: they are the two consumer warpgroups of a computing CTA.
 template <bool kFake>
 __device__ __forceinline__ void fetch_first(const ForwardParams& p, const Problem& problem, const Flags& flags, DeviceEnv& env,
                                             u32 shared, int thread) {
   if (p.mode != kEverything || p.shared_rows > 0 || problem.num_rows <= 0) return;
   int limit = problem.mini_rows(problem.num_macros() - 1, 0) / kUnitRows;
   CommWalker walker(&problem);
+  bool records = (thread & 127) == 0;
   for (;;) {
     if (thread == 0) {
       int* next = p.sync + kCommTicket;
@@ -189,14 +191,12 @@ __device__ __forceinline__ void fetch_first(const ForwardParams& p, const Proble
     if (ticket >= limit) return;
     CommUnit unit = walker.seek(ticket);
     int mini = problem.mini_index(unit.macro, unit.mini);
-    if (thread == 0) env.trace->begin(kDispatchUnit, mini, unit.row / kBlockRows);
+    if (records) env.trace->begin(kDispatchUnit, mini, unit.row / kBlockRows);
     for (int i = 0; i < 4; ++i) fetch_row<kFake>(p, unit.row + (thread >> 5) * 4 + i, unit.macro, thread & 31);
     fence_async_global();
     named_barrier(3, 256);
-    if (thread == 0) {
-      publish_unit(env, problem, flags, unit);
-      env.trace->end(kDispatchUnit, mini, unit.row % kBlockRows / kUnitRows);
-    }
+    if (thread == 0) publish_unit(env, problem, flags, unit);
+    if (records) env.trace->end(kDispatchUnit, mini, unit.row % kBlockRows / kUnitRows);
   }
 }
 
