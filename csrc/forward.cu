@@ -160,9 +160,9 @@ struct Consumer {
   __device__ __forceinline__ void multiply(float (&acc)[128], int steps, u32& stall) {
     int previous = 0;
     for (int k = 0; k < steps; ++k) {
-      u32 before = env.trace->tick();
+      u32 before = env.trace->blocked(smem + kFull + 8 * stage.index(), stage.phase());
       mbar_wait(smem + kFull + 8 * stage.index(), stage.phase());
-      stall += env.trace->tick() - before;
+      if (before != 0) stall += env.trace->tick() - before;
       u64 a = operand_descriptor(smem + stage.index() * kStageBytes + group * (kBytesA / 2));
       u64 b = operand_descriptor(smem + stage.index() * kStageBytes + kBytesA);
       wgmma_fence();

@@ -126,7 +126,8 @@ def test_the_torch_pipeline_computes_the_layer(kind):
         calls, left_out = baselines.build("forward", problem)
         errors = baselines.check("forward", problem, ours.forward, calls, left_out)
     assert {"torch", "dense_floor", "tile_floor"} <= set(calls)
-    assert errors["torch"] < 5e-3
+    assert errors["torch"].error < 5e-3
+    assert errors["torch"].row < 1e-2
     assert set(left_out) <= {"sonicmoe", "deepgemm"}
     assert all(left_out.values())
 
@@ -137,7 +138,8 @@ def test_mxfp8_is_checked_against_bf16_within_its_own_error():
         ours = Ours(problem, MoKConfig(minibatch_size=128, macrobatch_size=128))
         calls, left_out = baselines.build("forward", problem)
         errors = baselines.check("forward", problem, ours.forward, calls, left_out)
-    assert 1e-2 < errors["torch"] < 0.1
+    assert 1e-2 < errors["torch"].error < 0.1
+    assert errors["torch"].unequal > errors["torch"].elements // 2
 
 
 def test_a_wrong_result_is_not_timed():
@@ -147,6 +149,21 @@ def test_a_wrong_result_is_not_timed():
         baselines.check("forward", problem, lambda number: calls["torch"][number]() * 1.05, calls, left_out)
     with pytest.raises(NumericsError):
         baselines.check("forward", problem, lambda number: calls["torch"][number]() * float("nan"), calls, left_out)
+
+
+def test_one_wrong_row_of_many_is_not_timed():
+    problem = inputs.draw(tiny(tokens=4096), "cpu")
+    calls, left_out = baselines.build("forward", problem)
+
+    def ours(number: int) -> torch.Tensor:
+        out = calls["torch"][number]().clone()
+        out[4000] = out[4001]
+        return out
+
+    with pytest.raises(NumericsError, match="of a row's"):
+        baselines.check("forward", problem, ours, calls, left_out)
+    same = baselines.check("forward", problem, lambda number: calls["torch"][number](), calls, left_out)["torch"]
+    assert (same.error, same.row, same.unequal) == (0.0, 0.0, 0)
 
 
 def test_an_external_kernel_that_is_wrong_or_fails_is_left_out(monkeypatch):

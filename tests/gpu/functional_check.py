@@ -193,6 +193,23 @@ def faults(checks):
     out = step(case, space, WIDE)[1]
     space.check()
     checks.check(same(out, eager), "the same workspace works on")
+    config = MoKConfig(minibatch_size=256, macrobatch_size=512, fwd_num_comm_sms=8)
+    pair = space_of(case, 2, config)
+    both = step(case, pair, config)[1]
+    pair.check()
+    checks.check(same(both, eager), "two virtual ranks: same bits")
+    os.environ["MOK_TIMEOUT_LOCAL"] = "0.5"
+    with options.planted_lost_flag(0, rank=1):
+        out = step(case, pair, config)[1]
+    os.environ["MOK_TIMEOUT_LOCAL"] = "5"
+    try:
+        pair.check()
+        checks.check(False, "lost flag of rank 1 of 2: nothing raised")
+    except LocalTimeoutError as error:
+        checks.check(bool(out.isnan().all()) and "rank 1" in str(error), f"lost flag of rank 1 of 2: all NaN and {error}")
+    out = step(case, pair, config)[1]
+    pair.check()
+    checks.check(same(out, eager), "the same two-rank workspace works on")
     top = case.top.clone()
     for bad in (8, -2, 2**31 - 1):
         case.top.copy_(top)

@@ -144,7 +144,7 @@ def launch(
     p.hidden, p.intermediate, p.shared_rows, p.num_experts = hidden, intermediate, tokens, gate.shape[0]
     p.ring, p.minibatch, p.rank, p.ep = ring_rows, minibatch, rank, len(x_peers)
     p.top_k, p.num_comm_clusters, p.mode = top_k, num_comm_sms // 2, options.MODES.index(now.mode)
-    p.max_rows, p.max_minis, p.lost_flag = max_rows, max_minis, now.lost_flag
+    p.max_rows, p.max_minis, p.lost_flag = max_rows, max_minis, now.lost_flag_of(rank)
     p.limit = math.inf if swiglu_limit is None else swiglu_limit
     if now.sink is not None:
         data = _trace_data(now.sink, grid, device)

@@ -10,7 +10,7 @@ import contextlib
 import contextvars
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -60,12 +60,20 @@ class TraceBuffer:
 
 @dataclass(frozen=True)
 class Options:
-    """What surrounds a launch. `lost_flag` plants a fault: gate+up of that row block is never announced (-1 = none)."""
+    """What surrounds a launch. `lost_flag` plants a fault: gate+up of that row block is never announced (-1 = none).
+
+    lost_flag_rank: the rank it is planted in, None = every rank.
+    """
 
     mode: str = "everything"
     sink: TraceSink | None = None
     lost_flag: int = -1
     fault: torch.Tensor | None = None
+    lost_flag_rank: int | None = None
+
+    def lost_flag_of(self, rank: int) -> int:
+        """The row block whose flag this rank's launch loses, or -1."""
+        return self.lost_flag if self.lost_flag_rank in (None, rank) else -1
 
 
 _DEFAULT = Options()
@@ -92,7 +100,7 @@ def mode(name: str) -> Iterator[None]:
     if name not in MODES:
         raise unknown_name("mode", name, MODES)
     now = _options.get()
-    with _using(Options(name, now.sink, now.lost_flag, now.fault)):
+    with _using(replace(now, mode=name)):
         yield
 
 
@@ -101,7 +109,7 @@ def trace(records: int = 4096) -> Iterator[TraceSink]:
     """Record every launch inside the block; `records` per role and CTA, the rest is counted as dropped."""
     now = _options.get()
     sink = TraceSink(records)
-    with _using(Options(now.mode, sink, now.lost_flag, now.fault)):
+    with _using(replace(now, sink=sink)):
         yield sink
 
 
@@ -109,15 +117,17 @@ def trace(records: int = 4096) -> Iterator[TraceSink]:
 def faults_to(record: torch.Tensor) -> Iterator[None]:
     """Kernels launched inside the block store their faults in `record`, pinned i64 [8] (a workspace's `fault`)."""
     now = _options.get()
-    with _using(Options(now.mode, now.sink, now.lost_flag, record)):
+    with _using(replace(now, fault=record)):
         yield
 
 
 @contextlib.contextmanager
-def planted_lost_flag(block: int) -> Iterator[None]:
-    """A fault for tests: the gate+up tiles of row block `block` are never announced, so a local wait must time out."""
-    now = _options.get()
-    with _using(Options(now.mode, now.sink, block, now.fault)):
+def planted_lost_flag(block: int, rank: int | None = None) -> Iterator[None]:
+    """A fault for tests: the gate+up tiles of row block `block` are never announced, so a local wait must time out.
+
+    rank: only in that rank's launches; None = in all.
+    """
+    with _using(replace(_options.get(), lost_flag=block, lost_flag_rank=rank)):
         yield
 
 
