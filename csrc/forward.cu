@@ -279,9 +279,7 @@ struct Consumer {
       mbar_wait(smem + kFull + 8 * stage.index(), stage.phase());
       env.trace->begin(kMma + t.kind, mini, block);
       multiply(acc, steps, stall);
-      env.trace->end(kMma + t.kind, mini, tile);
-      env.trace->value(kStall, mini, stall);
-      env.trace->begin(kEpilogue + t.kind, mini, block);
+      env.trace->turn(t.kind, mini, block, tile, stall);
       if (lane == 0) acquire_output(env, problem, flags, t, block);
       __syncwarp();
       int row = block * kBlockRows - t.macro * problem.ring + group * 64 + warp * 16;

@@ -27,7 +27,7 @@ Call = Callable[[], Tensor]
 
 TILE_ROWS = 128
 TOLERANCE = {"bf16": 1e-2, "mxfp8": 1e-1}  # of the same function in other roundings; MXFP8's own error is 6e-2
-ROW_FACTOR = 3  # a row's error may be this much larger: it averages over H values only
+ROW_TOLERANCE = {"bf16": 3e-2, "mxfp8": 5e-1}  # of the worst row of thousands; a wrong row is off by more than its norm
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,16 +192,17 @@ def check(
     One of ours that disagrees with `torch` is a failure and raises NumericsError; an external one is left out.
     """
     found: dict[str, Agreement] = {}
-    limit = TOLERANCE[problem.case.workload.precision]
+    precision = problem.case.workload.precision
+    limit, row_limit = TOLERANCE[precision], ROW_TOLERANCE[precision]
     for baseline in BASELINES[phase]:
         if baseline.name not in calls or not baseline.checked:
             continue
         sets = [compare(ours(number), call()) for number, call in enumerate(calls[baseline.name])]
         found[baseline.name] = worst = max(sets, key=lambda one: (one.error, one.row, one.unequal))
         row = max(one.row for one in sets)
-        if worst.error <= limit and row <= ROW_FACTOR * limit:
+        if worst.error <= limit and row <= row_limit:
             continue
-        text = f"by {worst.error:.2e} of its norm and {row:.2e} of a row's, over {limit:.0e} or {ROW_FACTOR * limit:.0e}"
+        text = f"by {worst.error:.2e} of its norm and {row:.2e} of a row's, over {limit:.0e} or {row_limit:.0e}"
         if baseline.module is None:
             raise NumericsError(
                 f"{problem.case.name}: our {phase} differs from the {baseline.name} pipeline {text}; nothing was timed. "

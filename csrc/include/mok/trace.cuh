@@ -29,13 +29,35 @@ struct alignas(64) TraceSlice {
   unsigned int count, dropped, role, sm;
 };
 
-// A lane's state lives in shared memory: consumers have no registers to give.
+// A lane's state lives in shared memory, for consumers have no registers to give: {next record (64 bits), records left,
+// start} are one load, then {header (64 bits), capacity} for the end.
 struct TraceLane {
-  unsigned int state = 0;  // shared address of {count, start, slice (64 bits), capacity}, 0 = not recording
+  unsigned int state = 0;  // shared address, 0 = not recording
+
+  struct Cursor {
+    unsigned int low, high;
+    int left;  // below zero: records dropped
+    unsigned int start;
+
+    __device__ __forceinline__ void add(int event, int phase, int mini, int index, unsigned int value) {
+      if (left-- <= 0) return;
+      unsigned int tag = phase | event << 2 | (mini & 255) << 8 | (index & 65535) << 16;
+      unsigned long long to = low | (unsigned long long)high << 32;
+      asm volatile("st.global.cs.v2.u32 [%0], {%1, %2};" ::"l"(to), "r"(tag), "r"(value) : "memory");
+      to += 8;
+      low = (unsigned int)to;
+      high = (unsigned int)(to >> 32);
+    }
+  };
 
   __device__ __forceinline__ static unsigned long long now() {
     unsigned long long t;
     asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
+    return t;
+  }
+  __device__ __forceinline__ static unsigned int now_low() {
+    unsigned int t;
+    asm volatile("mov.u32 %0, %%globaltimer_lo;" : "=r"(t));
     return t;
   }
   __device__ __forceinline__ unsigned int get(int at) const {
@@ -46,8 +68,20 @@ struct TraceLane {
   __device__ __forceinline__ void set(int at, unsigned int v) const {
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(state + at), "r"(v) : "memory");
   }
+  __device__ __forceinline__ Cursor cursor() const {
+    Cursor c;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(c.low), "=r"(c.high), "=r"(c.left), "=r"(c.start)
+                 : "r"(state)
+                 : "memory");
+    return c;
+  }
+  __device__ __forceinline__ void keep(const Cursor& c) const {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(state), "r"(c.low), "r"(c.high), "r"(c.left), "r"(c.start)
+                 : "memory");
+  }
   __device__ __forceinline__ TraceSlice* slice() const {
-    return (TraceSlice*)(get(8) | (unsigned long long)get(12) << 32);
+    return (TraceSlice*)(get(16) | (unsigned long long)get(20) << 32);
   }
 
   // `buffer` holds gridDim.x * kTraceLanes slices of a header and `records` records; nullptr = do not record.
@@ -59,33 +93,24 @@ struct TraceLane {
     TraceSlice* header = (TraceSlice*)to;
     unsigned int sm;
     asm volatile("mov.u32 %0, %%smid;" : "=r"(sm));
-    unsigned long long start = now();
+    unsigned long long start = now(), first = to + sizeof(TraceSlice);
     header->start_ns = start;
     header->start_clock = clock64();
     header->role = role;
     header->sm = sm;
-    set(0, 0);
-    set(4, (unsigned int)start);
-    set(8, (unsigned int)to);
-    set(12, (unsigned int)(to >> 32));
-    set(16, records);
+    keep(Cursor{(unsigned int)first, (unsigned int)(first >> 32), records, (unsigned int)start});
+    set(16, (unsigned int)to);
+    set(20, (unsigned int)(to >> 32));
+    set(24, records);
   }
 
-  __device__ __forceinline__ void put(int event, int phase, int mini, int index, unsigned int value) {
+  __device__ __forceinline__ void put(int event, int phase, int mini, int index) const {
     if (state == 0) return;
-    unsigned int at = get(0);
-    set(0, at + 1);
-    if (at >= get(16)) return;
-    unsigned int tag = phase | event << 2 | (mini & 255) << 8 | (index & 65535) << 16;
-    unsigned int* to = (unsigned int*)(slice() + 1) + 2ll * at;
-    asm volatile("st.global.cs.v2.u32 [%0], {%1, %2};" ::"l"(to), "r"(tag), "r"(value) : "memory");
+    Cursor c = cursor();
+    c.add(event, phase, mini, index, now_low() - c.start);
+    keep(c);
   }
-  __device__ __forceinline__ unsigned int tick() const {
-    if (state == 0) return 0;
-    unsigned int t;
-    asm volatile("mov.u32 %0, %%globaltimer_lo;" : "=r"(t));
-    return t - get(4);
-  }
+  __device__ __forceinline__ unsigned int tick() const { return state == 0 ? 0 : now_low() - get(12); }
   // The time if `bar` is not in the wanted phase yet, else 0: a wait that does not wait costs no reading of the clock.
   __device__ __forceinline__ unsigned int blocked(unsigned int bar, unsigned int parity) const {
     if (state == 0) return 0;
@@ -97,18 +122,27 @@ struct TraceLane {
         : "memory");
     return ready ? 0 : tick();
   }
-  __device__ __forceinline__ void begin(int event, int mini, int index) { put(event, kBegin, mini, index, tick()); }
-  __device__ __forceinline__ void end(int event, int mini, int index) { put(event, kEnd, mini, index, tick()); }
-  __device__ __forceinline__ void value(int event, int mini, unsigned int amount) { put(event, kValue, mini, 0, amount); }
+  __device__ __forceinline__ void begin(int event, int mini, int index) const { put(event, kBegin, mini, index); }
+  __device__ __forceinline__ void end(int event, int mini, int index) const { put(event, kEnd, mini, index); }
+  // A multiplication ends, with the time it stalled, and its epilogue begins: one reading of the clock.
+  __device__ __forceinline__ void turn(int kind, int mini, int block, int tile, unsigned int stall) const {
+    if (state == 0) return;
+    Cursor c = cursor();
+    unsigned int at = now_low() - c.start;
+    c.add(kMma + kind, kEnd, mini, tile, at);
+    c.add(kStall, kValue, mini, 0, stall);
+    c.add(kEpilogue + kind, kBegin, mini, block, at);
+    keep(c);
+  }
 
-  __device__ __forceinline__ void close() {
+  __device__ __forceinline__ void close() const {
     if (state == 0) return;
     TraceSlice* header = slice();
-    unsigned int count = get(0), most = get(16);
+    int left = cursor().left, most = (int)get(24);
     header->end_ns = now();
     header->end_clock = clock64();
-    header->count = count < most ? count : most;
-    header->dropped = count < most ? 0 : count - most;
+    header->count = left > 0 ? most - left : most;
+    header->dropped = left > 0 ? 0 : -left;
   }
 };
 
@@ -118,7 +152,7 @@ struct TraceLane {
   MOK_HD void open(void*, int, int, int, unsigned int) {}
   MOK_HD void begin(int, int, int) {}
   MOK_HD void end(int, int, int) {}
-  MOK_HD void value(int, int, unsigned int) {}
+  MOK_HD void turn(int, int, int, int, unsigned int) {}
   MOK_HD unsigned int tick() const { return 0; }
   MOK_HD unsigned int blocked(unsigned int, unsigned int) const { return 0; }
   MOK_HD void close() {}
