@@ -74,7 +74,11 @@ class Fault(enum.IntEnum):
 
 
 # What a kernel can wait for, by the code it records: `Place` of csrc/include/mok/flags.cuh (0: nowhere), and the barrier.
-PLACES = ("", "x_ready", "hidden_ready", "y_ready", "y_done", "x_free", "hidden_free", "shared_hidden")
+PLACES = (
+    "", "x_ready", "hidden_ready", "y_ready", "y_done", "x_free", "hidden_free", "shared_hidden",
+    "", "dy_ready", "d_hidden_ready", "dx_ready", "dx_done", "wgrad_ready", "wgrad_done", "rows_free", "d_hidden_free",
+    "shared_d_hidden",
+)  # fmt: skip
 PLACE_BARRIER = 8
 
 

@@ -84,7 +84,7 @@ def check_coverage(plan: Plan) -> None:
         assert (grid(plan, Kind.DOWN_SHARED, shared, hidden, ROWS, MODEL_TILE) == 1).all()
     if plan.direction != "backward":
         return
-    assert (grid(plan, Kind.DGRAD_DOWN, rows, inner, ROWS, HIDDEN_TILE) == 1).all()
+    assert (grid(plan, Kind.DGRAD_DOWN, rows, inner, ROWS, MODEL_TILE) == 1).all()
     assert (grid(plan, Kind.DGRAD_GATE_UP, rows, hidden, ROWS, MODEL_TILE) == 1).all()
     assert (grid(plan, Kind.DISPATCH_DY, rows, hidden, UNIT_ROWS, hidden) == 1).all()
     assert (grid(plan, Kind.COMBINE_DX, rows, hidden, UNIT_ROWS, hidden) == int(by_comm)).all()
@@ -97,7 +97,8 @@ def check_coverage(plan: Plan) -> None:
             assert len(parts) >= 1, "an expert without rows still writes its zero gradient"
             for part in parts:
                 chosen = np.flatnonzero(mine & (plan.macrobatch == part))
-                assert len(chosen) == -(-height // (2 * ROWS)) * -(-width // MODEL_TILE)
+                blocks, tiles = -(-height // ROWS), -(-width // MODEL_TILE)
+                assert len(chosen) == blocks // 2 * tiles + blocks % 2 * -(-tiles // 2)
                 assert len(np.unique(np.stack((plan.row_begin[chosen], plan.col_begin[chosen])), axis=1).T) == len(chosen)
                 begin, end = plan.k_begin[chosen[0]], plan.k_end[chosen[0]]
                 assert (plan.k_begin[chosen] == begin).all()

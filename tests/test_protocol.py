@@ -15,14 +15,14 @@ from mok.plan.table import HIDDEN_TILE, MODEL_TILE, ROWS, UNIT_ROWS
 from mok.shapes import MoEShape
 
 ROOT = pathlib.Path(__file__).parent.parent
-SOURCE = ROOT / "tests" / "native" / "protocol.cpp"
+NATIVE = ROOT / "tests" / "native"
 RACE, WRONG, HUNG = 66, 2, 3
 
 needs_gxx = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
 
 
-def build(folder: pathlib.Path, *flags: str) -> pathlib.Path:
-    out = folder / ("protocol" + "".join(flags))
+def build(folder: pathlib.Path, *flags: str, name: str = "protocol") -> pathlib.Path:
+    out = folder / (name + "".join(flags))
     command = [
         "g++",
         "-std=c++20",
@@ -31,7 +31,7 @@ def build(folder: pathlib.Path, *flags: str) -> pathlib.Path:
         "-pthread",
         *flags,
         f"-I{ROOT / 'csrc' / 'include'}",
-        str(SOURCE),
+        str(NATIVE / f"{name}.cpp"),
         "-o",
         str(out),
     ]
@@ -47,8 +47,9 @@ def run(binary: pathlib.Path, *arguments: object) -> subprocess.CompletedProcess
 
 
 @needs_gxx
-def test_protocol_is_right_on_500_random_problems_without_a_race_or_a_hang(tmp_path):
-    binary = build(tmp_path, "-fsanitize=thread")
+@pytest.mark.parametrize("name", ["protocol", "backward"])
+def test_protocol_is_right_on_500_random_problems_without_a_race_or_a_hang(tmp_path, name):
+    binary = build(tmp_path, "-fsanitize=thread", name=name)
     done = run(binary, "fuzz", 1, 500, 6)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout == "OK 500 problems\n"
@@ -56,17 +57,28 @@ def test_protocol_is_right_on_500_random_problems_without_a_race_or_a_hang(tmp_p
 
 @needs_gxx
 @pytest.mark.parametrize(
-    "bug, codes",
-    [("MOK_BUG_RELAXED", {RACE}), ("MOK_BUG_ORDER", {HUNG}), ("MOK_BUG_RING", {RACE, WRONG})],
+    "name, bug, codes",
+    [
+        ("protocol", "MOK_BUG_RELAXED", {RACE}),
+        ("protocol", "MOK_BUG_ORDER", {HUNG}),
+        ("protocol", "MOK_BUG_RING", {RACE, WRONG}),
+        ("backward", "MOK_BUG_RELAXED", {RACE}),
+        ("backward", "MOK_BUG_ORDER", {HUNG}),
+        ("backward", "MOK_BUG_RING", {RACE, WRONG}),
+        ("backward", "MOK_BUG_CHAIN", {RACE, WRONG}),
+    ],
 )
-def test_planted_protocol_bugs_are_caught(tmp_path, bug, codes):
-    done = run(build(tmp_path, "-fsanitize=thread", f"-D{bug}"), "fuzz", 1, 200, 6)
+def test_planted_protocol_bugs_are_caught(tmp_path, name, bug, codes):
+    done = run(build(tmp_path, "-fsanitize=thread", f"-D{bug}", name=name), "fuzz", 1, 300, 6)
     assert done.returncode in codes, (done.returncode, done.stdout, done.stderr)
 
 
 @needs_gxx
-def test_plan_equals_the_kernels_decode_task_by_task(tmp_path):
-    binary = build(tmp_path)
+@pytest.mark.parametrize("direction", ["forward", "backward", "recompute"])
+def test_plan_equals_the_kernels_decode_task_by_task(tmp_path, direction):
+    backward = direction == "backward"
+    flags = ["-DMOK_RECOMPUTE=1"] if direction == "recompute" else []
+    binary = build(tmp_path, *flags, name="backward" if backward else "protocol")
     random = np.random.default_rng(11)
     for number in range(60):
         ep = int(random.integers(1, 5))
@@ -80,11 +92,12 @@ def test_plan_equals_the_kernels_decode_task_by_task(tmp_path):
             combine=("comm", "epilogue")[number % 3 == 0],
         )
         shared = int(random.integers(0, 500)) if shape.shared else 0
-        table = plan.forward(shape, config, tokens, shared_rows=shared, rank=rank, ep=ep)
+        table = getattr(plan, direction)(shape, config, tokens, shared_rows=shared, rank=rank, ep=ep)
         arguments = [
             shape.hidden,
             shape.intermediate,
             shared,
+            *([int(shape.shared)] if backward else []),
             table.ring_rows,
             minibatch,
             rank,
@@ -110,4 +123,6 @@ def decode(table: plan.Plan):
         blocks = -(-(int(table.row_end[t]) - int(table.row_begin[t])) // ROWS)
         tiles = -(-(int(table.col_end[t]) - int(table.col_begin[t])) // width)
         block, tile, expert = int(table.row_begin[t]) // ROWS, int(table.col_begin[t]) // width, max(0, int(table.expert[t]))
-        yield f"task {kind} {expert} {block} {blocks} {tile} {tiles} {macro} {mini}"
+        task = f"task {kind} {expert} {block} {blocks} {tile} {tiles} {macro} {mini}"
+        wgrad = kind in (*plan.WGRADS, *plan.SHARED_WGRADS)
+        yield f"{task} rows {table.k_begin[t]} {table.k_end[t]}" if wgrad else task

@@ -7,7 +7,7 @@ A *segment* is the rows of one expert inside one minibatch (for weight gradients
 is what a cluster of two CTAs takes with one ticket: two adjacent 128-row blocks of one segment times one column tile
 (the pair shares the weight tile by multicast), or the segment's odd last row block times two column tiles. Inside a
 segment pairs come first, with the column tile as the outer loop, so that a weight tile stays in L2 while the pairs
-pass. A weight gradient's tasks are pairs of output row blocks only. A communication unit is 32 rows times the full
+pass. A weight gradient's row blocks are those of its output matrix. A communication unit is 32 rows times the full
 hidden size.
 
 Forward: shared expert first (it needs no dispatched row); macrobatches last to first; minibatches ascending, software

@@ -171,7 +171,7 @@ class _Builder:
         width, size, k_end = {
             Kind.GATE_UP: (HIDDEN_TILE, inner, hidden),
             Kind.DOWN: (MODEL_TILE, hidden, inner),
-            Kind.DGRAD_DOWN: (HIDDEN_TILE, inner, hidden),
+            Kind.DGRAD_DOWN: (MODEL_TILE, inner, hidden),
             Kind.DGRAD_GATE_UP: (MODEL_TILE, hidden, 2 * inner),
             Kind.WGRAD_DOWN: (MODEL_TILE, inner, 0),
             Kind.WGRAD_GATE: (MODEL_TILE, hidden, 0),
@@ -244,9 +244,8 @@ class _Builder:
         sort = np.lexsort((minor, major))
         table = {name: np.concatenate([empty, *(block[2][name] for block in self.blocks)])[sort] for name in _FIELDS}
         blocks, tiles = -(-(table["end"] - table["begin"]) // ROWS), -(-table["size"] // table["width"])
-        split = ~np.isin(table["kind"], (*WGRADS, *SHARED_WGRADS))  # an odd last row block is split by columns
-        pairs = np.where(split, blocks // 2, -(-blocks // 2))
-        count = pairs * tiles + np.where(split, blocks % 2 * -(-tiles // 2), 0)
+        pairs = blocks // 2  # an odd last row block is split by columns
+        count = pairs * tiles + blocks % 2 * -(-tiles // 2)
         block = np.repeat(np.arange(len(count)), count)
         local = np.arange(len(block)) - np.repeat(count.cumsum() - count, count)
         column, pair = np.divmod(local, np.maximum(pairs, 1)[block])

@@ -19,7 +19,7 @@ I8 = npt.NDArray[np.int8]
 
 ROWS = 128  # rows of one CTA's tile, and of one row block
 UNIT_ROWS = 32  # rows of one communication unit
-HIDDEN_TILE = 128  # intermediate columns of a GATE_UP (gate and up of the same columns) or DGRAD_DOWN task
+HIDDEN_TILE = 128  # intermediate columns of a GATE_UP task: gate and up of the same columns
 MODEL_TILE = 256  # columns of every other task
 
 
@@ -61,7 +61,7 @@ ROW_FLAGS = ("x_ready", "dy_ready")  # raised by arriving rows: waiting for one 
 
 def num_tiles(kind: npt.NDArray[Any], col_begin: npt.NDArray[Any], col_end: npt.NDArray[Any]) -> I64:
     """Column tiles of compute tasks, int64."""
-    narrow = np.isin(kind, (Kind.GATE_UP, Kind.GATE_UP_SHARED, Kind.DGRAD_DOWN, Kind.DGRAD_DOWN_SHARED))
+    narrow = np.isin(kind, (Kind.GATE_UP, Kind.GATE_UP_SHARED))
     tiles: I64 = -(-(col_end - col_begin).astype(np.int64) // np.where(narrow, HIDDEN_TILE, MODEL_TILE))
     return tiles
 

@@ -167,10 +167,11 @@ def _forward(cut: Cut, flags: Flags, tasks: _Slots, units: _Slots) -> None:
 
 def _backward(cut: Cut, flags: Flags, tasks: _Slots, units: _Slots) -> None:
     """Backward: d_y (and, for replay, x) arrives; data gradients; d_x leaves; weight gradients free the ring."""
-    inner, model = _tiles(cut)
+    replayed_tiles, model = _tiles(cut)
+    inner = -(-cut.shape.intermediate // MODEL_TILE)
     rows, earlier = cut.mb_end - cut.mb_begin, -cut.ring_blocks
     x_ready, dy_ready = flags.new("x_ready", rows), flags.new("dy_ready", rows)
-    hidden_ready = flags.new("hidden_ready", inner, cut.num_blocks)
+    hidden_ready = flags.new("hidden_ready", replayed_tiles, cut.num_blocks)
     d_hidden_ready = flags.new("d_hidden_ready", inner, cut.num_blocks)
     dx_ready = flags.new("dx_ready", model, cut.num_blocks)
     wgrad_ready = flags.new("wgrad_ready", (cut.grad_end - cut.grad_begin) // ROWS * inner)
@@ -200,6 +201,12 @@ def _backward(cut: Cut, flags: Flags, tasks: _Slots, units: _Slots) -> None:
     before = np.maximum(segment - 1, 0)
     same = (segment > 0) & (cut.grad_expert[before] == wgrad.column("expert")) if len(cut.grad_expert) else segment > 0
     wgrad.wait(wgrad_done, before, same)
+    # there is one parking place: who parks at a macrobatch's end waits for whoever took it up at that macrobatch's start
+    if len(cut.grad_expert):
+        last = np.searchsorted(cut.grad_begin, cut.grad_begin[segment] // (ROWS * cut.ring_blocks) * (ROWS * cut.ring_blocks))
+        straddles = np.append(cut.grad_expert[1:] == cut.grad_expert[:-1], False)  # goes on in the next macrobatch
+        resumed = (last > 0) & straddles[np.maximum(last - 1, 0)]
+        wgrad.wait(wgrad_done, last, (segment >= 0) & straddles[segment] & resumed & (last != segment))
     wgrad.signal(wgrad_done, segment)
 
     shared_down = tasks.of(Kind.DGRAD_DOWN_SHARED)
@@ -236,7 +243,8 @@ def _wgrad_tickets(cut: Cut, kind: Kind) -> int:
     rows, columns = cut.shape.intermediate, cut.shape.hidden
     if kind == Kind.WGRAD_DOWN:
         rows, columns = columns, rows
-    return -(-rows // (2 * ROWS)) * -(-columns // MODEL_TILE)
+    blocks, tiles = -(-rows // ROWS), -(-columns // MODEL_TILE)
+    return blocks // 2 * tiles + blocks % 2 * -(-tiles // 2)
 
 
 def _offsets(slots: I32) -> I64:

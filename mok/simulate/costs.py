@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from mok.bounds import BF16_BYTES, MXFP8_BYTES
 from mok.errors import require
-from mok.plan import HIDDEN_TILE, MODEL_TILE, ROWS, Kind, Plan
+from mok.plan import MODEL_TILE, ROWS, Kind, Plan
 from mok.simulate.engine import RESOURCES, Work
 from mok.simulate.machines import Machine
 
@@ -109,10 +109,9 @@ def _compute(
     depth = (plan.k_end - plan.k_begin)[part].astype(np.float64)
     gate_up, dgrad_down, shared = np.isin(kind, _GATE_UPS), np.isin(kind, _DGRAD_DOWNS), np.isin(kind, _SHARED)
     narrow = np.where(dgrad_down, machine.narrow, 1.0)
-    # the tensor cores run whole tiles, however many rows and columns of them are real
-    tile_columns = np.where(dgrad_down, HIDDEN_TILE, MODEL_TILE)  # gate and up stand side by side
+    # the tensor cores run whole tiles, however many rows and columns of them are real (gate and up stand side by side)
     flops_per_ns = np.where(shared, machine.mma_tflops("bf16"), machine.mma_tflops(precision)) * 1e3 / machine.num_sms
-    mma_ns = 2.0 * ROWS * tile_columns * depth / (flops_per_ns * narrow)
+    mma_ns = 2.0 * ROWS * MODEL_TILE * depth / (flops_per_ns * narrow)
 
     element = np.where(shared, float(BF16_BYTES), BF16_BYTES if precision == "bf16" else MXFP8_BYTES)
     weight_columns = columns * (1 + gate_up)

@@ -38,7 +38,7 @@ class Machine:
     link_latency_ns: from the end of a communication unit until its last byte counts, remote or not. flag_latency_ns: from
     the raise of a flag to its waiter's start. tile_ns: fixed cost of a tile (ticket, pipeline fill and drain);
     epilogue_gbps: one SM's epilogue traffic, not overlapped with the K loop (infinite where it is hidden behind it).
-    narrow: MMA rate of a 128-column tile over a 256-column one. launch_ns: host time per launch, times host_factor;
+    narrow: MMA rate of the SwiGLU-backward GEMM over the others. launch_ns: host time per launch, times host_factor;
     start_ns: from launch to first CTA; gap_ns: between dependent kernels of one stream; barrier_ns: the tiny kernel in
     which all ranks meet.
     """
@@ -200,7 +200,7 @@ MACHINES: dict[str, Machine] = {
                 "link_gbps": Fact("measured", "380 GB/s peer to peer, one direction, H100 SXM; NVIDIA/nccl issue 1264"),
                 "tile_ns": Fact("fitted", f"dense and grouped GEMMs with K from 768 to 7168; {_FACTS}"),
                 "epilogue_gbps": Fact("fitted", f"the same GEMMs; {_FACTS}"),
-                "narrow": Fact("fitted", f"one SwiGLU-backward GEMM (128-column tiles); {_FACTS}"),
+                "narrow": Fact("fitted", f"one SwiGLU-backward GEMM; {_FACTS}"),
             },
         ),
         Machine(

@@ -20,6 +20,16 @@ enum Place : int {
   kWaitXFree = 5,        // gate+up of the block that held this ring place is complete
   kWaitHiddenFree = 6,   // down of the block that held this ring place is complete
   kWaitSharedHidden = 7, // all gate+up tiles of a block of shared-expert tokens are stored
+  // 8 is the barrier between ranks (barrier.cu); the rest is backward's (backward_flags.cuh)
+  kWaitDyReady = 9,       // rows of d_y of a minibatch have arrived
+  kWaitDHiddenReady = 10, // all d_gate, d_up tiles of a row block are stored
+  kWaitDxReady = 11,      // all d_x tiles of a row block are stored
+  kWaitDxDone = 12,       // rows of d_x of a ring place have been sent
+  kWaitWgradReady = 13,   // a segment's operands of the weight gradients are there (-1: the shared expert's)
+  kWaitWgradDone = 14,    // a segment's weight gradients are finished or parked
+  kWaitRowsFree = 15,     // the segment that held this ring place needs its x and d_y no more
+  kWaitDHiddenFree = 16,  // d_x of the block that held this ring place is complete
+  kWaitSharedDHidden = 17,// all d_gate, d_up tiles of a block of shared-expert tokens are stored
 };
 
 // A tile is stored by this many writers (consumer warpgroups), each of which announces its half.
@@ -65,7 +75,7 @@ MOK_HD void acquire_input(Env& env, const Problem& p, const Flags& f, const Comp
 template <class Env>
 MOK_HD void acquire_output(Env& env, const Problem& p, const Flags& f, const ComputeTask& t, int block) {
 #ifndef MOK_BUG_RING  // planted for a test: results overwrite a ring place that is still being read
-  if (t.kind != kGateUp && t.kind != kDown) return;
+  if (kRecompute || (t.kind != kGateUp && t.kind != kDown)) return;
   int old = previous_block(p, block);
   if (old < 0) return;
   Wait w{f.y_ready + old, down_need(p), kWaitHiddenFree, old};
@@ -91,6 +101,7 @@ MOK_HD void acquire_unit(Env& env, const Problem& p, const Flags& f, const CommU
   Wait w{f.y_ready + block, down_need(p), kWaitYReady, block};
   if (u.kind == kDispatch) {
     int old = previous_block(p, block);
+    if (kRecompute) old = -1;
     w = Wait{f.hidden_ready + max_int(0, old), old < 0 ? 0 : gate_up_need(p), kWaitXFree, old};
   }
   env.wait(w, p.mini_index(u.macro, u.mini));

@@ -32,7 +32,26 @@ enum Kind : int {
   kDispatch = 4,
   kCombine = 5,
   kDone = 6,
+  // backward (backward_tasks.cuh)
+  kDgradDownShared = 7,
+  kDgradGateUpShared = 8,
+  kWgradDownShared = 9,
+  kWgradGateShared = 10,
+  kWgradUpShared = 11,
+  kDgradDown = 12,
+  kDgradGateUp = 13,
+  kWgradDown = 14,
+  kWgradGate = 15,
+  kWgradUp = 16,
+  kDispatchDy = 17,
+  kCombineDx = 18,
 };
+
+// A recompute of the saved context: macrobatch 0's rows and gate+up, the shared expert's gate+up, and nothing else.
+#ifndef MOK_RECOMPUTE
+#define MOK_RECOMPUTE 0
+#endif
+constexpr bool kRecompute = MOK_RECOMPUTE;
 
 enum Mode : int { kEverything = 0, kCommOnly = 1, kComputeOnly = 2 };
 
@@ -118,8 +137,9 @@ struct ComputeWalker {
  private:
   // Phases of a macrobatch of n minibatches: G(0), then G(i) D(i-1) for i = 1..n-1, then D(n-1). A down projection
   // comes one minibatch late, so it never waits for the tail of its own gate+up phase.
-  MOK_HD bool is_last() const { return step == 2 * problem->num_minis(macro) - 1; }
+  MOK_HD bool is_last() const { return step == (kRecompute ? 1 : 2) * problem->num_minis(macro) - 1; }
   MOK_HD bool is_down() const {
+    if (kRecompute) return false;
 #ifdef MOK_BUG_ORDER  // planted for a test: each minibatch's down projection before its gate+up
     return step == -1 || (step >= 0 && step % 2 == 0);
 #endif
@@ -129,6 +149,7 @@ struct ComputeWalker {
 #ifdef MOK_BUG_ORDER
     return step / 2;
 #endif
+    if (kRecompute) return step;
     if (step == 0) return 0;
     return is_last() ? step / 2 : (step % 2 ? (step + 1) / 2 : step / 2 - 1);
   }
@@ -144,11 +165,14 @@ struct ComputeWalker {
   MOK_HD bool advance() {
     if (step < 0) {
       if (++step == -1) {
-        open_shared();
-        return true;
+        if (!kRecompute) {
+          open_shared();
+          return true;
+        }
+        ++step;
       }
       if (problem->num_rows <= 0) return false;
-      macro = problem->num_macros() - 1;
+      macro = kRecompute ? 0 : problem->num_macros() - 1;
       return open_segment();
     }
     int mini = mini_of_step();
@@ -201,7 +225,7 @@ struct CommWalker {
   int units = 0;
   int done = 0;
 
-  MOK_HD explicit CommWalker(const Problem* p) : problem(p), macro(p->num_macros()) {
+  MOK_HD explicit CommWalker(const Problem* p) : problem(p), macro(kRecompute ? 1 : p->num_macros()) {
     combine = 1;
     done = p->num_rows <= 0;
   }
@@ -226,14 +250,14 @@ struct CommWalker {
     if (!combine && mini >= 0) {
       // after combine(macro, mini) comes dispatch(macro - 1, mini), handled below; here the pair is finished
       combine = 1;
-      if (++mini >= max_int(minis(macro), minis(macro - 1))) {
+      if (++mini >= max_int(kRecompute ? 0 : minis(macro), minis(macro - 1))) {
         mini = 0;
-        if (--macro < 0) {
+        if (--macro < kRecompute) {
           done = 1;
           return;
         }
       }
-      if (problem->combine_by_comm && mini < minis(macro)) units = problem->mini_rows(macro, mini) / kUnitRows;
+      if (problem->combine_by_comm && !kRecompute && mini < minis(macro)) units = problem->mini_rows(macro, mini) / kUnitRows;
       return;
     }
     if (mini < 0) mini = 0;
