@@ -23,6 +23,8 @@ import numpy as np
 import numpy.typing as npt
 
 from mok.errors import require
+from mok.trace.metrics.intervals import common
+from mok.trace.metrics.intervals import gaps as gaps_of
 from mok.trace.model import NO_VALUE, Trace
 
 F64 = npt.NDArray[np.float64]
@@ -63,37 +65,6 @@ class SmAccounting:
     def cost_of_communication(self) -> float:
         """Exposed communication + communication SM share."""
         return self.exposed + self.comm_sm_share
-
-
-def _measure(begin: I64, end: I64) -> int:
-    """Length of a union of intervals."""
-    begin, end = _merge(begin, end)
-    return int((end - begin).sum())
-
-
-def _merge(begin: I64, end: I64) -> tuple[I64, I64]:
-    """Disjoint sorted intervals with the same union."""
-    keep = end > begin
-    begin, end = begin[keep], end[keep]
-    if not len(begin):
-        return begin, end
-    order = np.argsort(begin, kind="stable")
-    begin, reach = begin[order], np.maximum.accumulate(end[order])
-    new = np.append(True, begin[1:] > reach[:-1])
-    return begin[new], reach[np.append(new[1:], True)]
-
-
-def _gaps(begin: I64, end: I64, low: int, high: int) -> tuple[I64, I64]:
-    """What [low, high) has outside a union of intervals."""
-    begin, end = _merge(begin, end)
-    return np.append(low, end).astype(np.int64), np.append(begin, high).astype(np.int64)
-
-
-def _overlap(a: tuple[I64, I64], b: tuple[I64, I64]) -> int:
-    """Length of the intersection of two unions of intervals."""
-    x, y = _merge(*a), _merge(*b)
-    both = _measure(np.concatenate([x[0], y[0]]), np.concatenate([x[1], y[1]]))
-    return int((x[1] - x[0]).sum() + (y[1] - y[0]).sum()) - both
 
 
 def _tiles(trace: Trace, rows: I64, names: npt.NDArray[np.object_]) -> list[tuple[str, int, int, int]]:
@@ -152,15 +123,15 @@ def account(trace: Trace) -> SmAccounting:
             multiplied, stalled = float((end[mma] - begin[mma])[~untold].sum()), float(stall[~untold].sum())
             lost = float((end[mma] - begin[mma])[untold].sum())
             busy = np.concatenate([mma, epi, copy])
-            gaps = _gaps(begin[busy], end[busy], low, high)
-            in_gap = _overlap(gaps, (begin[rows], end[rows]))
+            gaps = gaps_of(begin[busy], end[busy], low, high)
+            in_gap = common(gaps, (begin[rows], end[rows]))
             waiting = np.concatenate([rows, others])
-            blocked = _overlap(gaps, (begin[waiting], end[waiting])) - in_gap
+            blocked = common(gaps, (begin[waiting], end[waiting])) - in_gap
             own = set(_tiles(trace, mma, name))
             fills = np.concatenate([waiting, loads[[tile in own for tile in loaded]]])
-            filling = _overlap(gaps, (begin[fills], end[fills])) - in_gap - blocked
+            filling = common(gaps, (begin[fills], end[fills])) - in_gap - blocked
             for i in rows if not unknown else rows[:0]:
-                amount = _overlap(gaps, (begin[i : i + 1], end[i : i + 1])) * share
+                amount = common(gaps, (begin[i : i + 1], end[i : i + 1])) * share
                 minibatch = spans.args["minibatch"]
                 assert isinstance(minibatch, np.ndarray)
                 exposed_by[int(minibatch[i])] = exposed_by.get(int(minibatch[i]), 0.0) + amount
