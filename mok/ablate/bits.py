@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first difference. row: index over all axes but the last, flattened (of a vector: the element); None where dtype or shape differ already.
+    """The first difference.
 
+    row: index over all axes but the last, flattened (of a vector: the element); None where dtype or shape differ already.
     num_rows: how many rows of that tensor differ; total_rows: how many it has.
     """
 
