@@ -39,14 +39,14 @@ def test_options_keep_what_was_given():
 def test_a_row_on_one_line():
     ours, torch_samples = timing.Samples.of([2.0] * 20), timing.Samples.of([3.0] * 20)
     how = {"comm_sms": 6, "minibatch": 2048, "combine": "epilogue", "chosen": "given"}
-    row = forward._row("dsv3-ep8-t8192", "forward_ms", ours, {"torch": torch_samples}, how)
+    row = forward.row_of("dsv3-ep8-t8192", "forward_ms", ours, {"torch": torch_samples}, how)
     assert row.config["ratio"] == {"torch": [1.5, 1.5, 1.5]}
     assert row.samples == 20
     text = forward.line(row)
     assert "\n" not in text
     assert "x1.500 [1.500, 1.500]" in text
     assert "6 comm SMs, minibatch 2048, epilogue, given; 20 samples" in text
-    percent = forward._row("c", "trace_overhead_pct", ours, {}, how)
+    percent = forward.row_of("c", "trace_overhead_pct", ours, {}, how)
     assert "ratio" not in percent.config
 
 
@@ -268,7 +268,7 @@ def paper_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *rest: None)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(forward, "MIN_SECONDS", 0)
-    monkeypatch.setattr(forward, "_uuid", lambda device: None)
+    monkeypatch.setattr(forward, "uuid_of", lambda device: None)
     monkeypatch.setattr(overlap, "traced", traced)
     monkeypatch.setattr(overlap, "time_halves", lambda ours, off, rounds: (halves, halves))
 
@@ -279,7 +279,7 @@ def test_the_rows_of_a_case(paper_gpu, tmp_path, kind):
     said: list[str] = []
     with engines.use("torch"):
         tuned: dict[str, Any] = {}
-        rows, seen = forward.measure(problem, forward.Options(minibatch=128), tuned, said.append)
+        rows, seen = forward.measure_forward(problem, forward.Options(minibatch=128), tuned, said.append)
     found = {row.metric: row for row in rows}
     wanted = {"forward_ms"}
     if "ranks" not in kind:
@@ -322,7 +322,9 @@ def test_run_writes_each_case_and_skips_what_is_there(monkeypatch, tmp_path):
         return SimpleNamespace(case=case)
 
     monkeypatch.setattr(forward, "draw", draw)
-    monkeypatch.setattr(forward, "measure", lambda problem, *rest: (some_rows(problem.case.name), conditions.Conditions()))
+    monkeypatch.setattr(
+        forward, "measure_forward", lambda problem, *rest: (some_rows(problem.case.name), conditions.Conditions())
+    )
     path = tmp_path / "r.json"
     chosen = cases.suite(["dsv3-ep8-t2048", "qwen3-30b-ep4-t8192"])
     steps = forward.run(chosen, forward.Options(), record.Record("mok bench forward", path))
@@ -346,7 +348,7 @@ def test_a_case_that_fails_does_not_take_the_others_with_it(monkeypatch, tmp_pat
             raise NumericsError("our forward differs")
         return some_rows(problem.case.name), conditions.Conditions()
 
-    monkeypatch.setattr(forward, "measure", measure)
+    monkeypatch.setattr(forward, "measure_forward", measure)
     made = record.Record("mok bench forward", tmp_path / "r.json")
     chosen = cases.suite(["dsv3-ep8-t2048", "dsv3-ep8-t2048+shared", "dsv3-ep8-t2048+zipf1.2"])
     said: list[str] = []

@@ -77,9 +77,15 @@ def _skew(text: str, suffix: str) -> float:
         raise InputError(f"case {text!r}: 'zipf' needs its exponent, as in '+zipf1.2', got {suffix!r}.") from None
 
 
-def suite(names: Sequence[str] = ()) -> tuple[Case, ...]:
-    """The named cases, each once, those of one base next to each other; without names every base with every suffix."""
-    chosen = [parse(name) for name in names or [base + suffix for base in BASES for suffix in DEFAULT_SUFFIXES]]
+def suite(names: Sequence[str] = (), *, training: bool = False) -> tuple[Case, ...]:
+    """The named cases, each once, those of one base next to each other; without names every base with every suffix.
+
+    training: cases with a backward, that is closed ones: an open slice returns no gradient of its own. Raises InputError.
+    """
+    suffixes = [suffix for suffix in DEFAULT_SUFFIXES if not (training and suffix == "+open")]
+    chosen = [parse(name) for name in names or [base + suffix for base in BASES for suffix in suffixes]]
+    opened = [case.name for case in chosen if case.is_open]
+    require(not (training and opened), f"{', '.join(opened)}: open cases have no complete gradient; leave out '+open'.")
     once = dict.fromkeys(chosen)
     order = list(dict.fromkeys(case.base for case in once))
     return tuple(sorted(once, key=lambda case: order.index(case.base)))

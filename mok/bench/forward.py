@@ -37,6 +37,9 @@ GRID = [("epilogue", sms, rows) for sms in (4, 6, 8, 12) for rows in (1024, 2048
 GRID_MXFP8 = [("epilogue", sms, rows) for sms in (8, 16, 24, 32) for rows in (2048, 4096)]
 
 
+Measure = Callable[[Problem, "Options", dict[str, tuple[MoKConfig, str]], Callable[[str], None]], tuple[list[Row], Conditions]]
+
+
 @dataclass(frozen=True, slots=True)
 class Options:
     """How ours is configured and how often everything runs.
@@ -86,19 +89,25 @@ def require_hopper() -> None:
     missing = engines.missing_for_cuda()
     if missing is not None:
         raise CapabilityError(
-            f"`mok bench forward` times the CUDA kernels, which need an SM90 GPU (H100, H200) and NVRTC: {missing}; "
+            f"`mok bench` times the CUDA kernels, which need an SM90 GPU (H100, H200) and NVRTC: {missing}; "
             "engine='torch' still runs and checks the same step here (`mok run --engine torch --check`), but its times say "
             "nothing about a kernel."
         )
 
 
 def run(
-    cases: Sequence[Case], options: Options, record: Record, say: Callable[[str], None] = lambda line: None
+    cases: Sequence[Case],
+    options: Options,
+    record: Record,
+    say: Callable[[str], None] = lambda line: None,
+    *,
+    measure: Measure | None = None,
 ) -> Iterator[list[Row]]:
     """Measure the cases one after another and yield each one's rows, once they are in `record`.
 
-    Cases that `record` holds already are skipped. `say` gets one line for whatever a row does not tell. A case that
-    fails does not keep the others from their rows: MokError names it when all are done. Raises CapabilityError off Hopper.
+    `measure`: how one case is measured, `measure_forward` unless given. Cases that `record` holds already are skipped.
+    `say` gets one line for whatever a row does not tell. A case that fails does not keep the others from their rows:
+    MokError names it when all are done. Raises CapabilityError off Hopper.
     """
     require_hopper()
     previous: Problem | None = None
@@ -126,7 +135,7 @@ def run(
             try:
                 with engines.use("cuda"):
                     problem = draw(case, "cuda", like=previous)
-                    rows, seen = measure(problem, options, tuned, once)
+                    rows, seen = (measure or measure_forward)(problem, options, tuned, once)
             except MokError as error:
                 failed[case.name] = str(error)  # not the error: it would keep the case's tensors
                 say(f"{case.name}: FAILED: {error}")
@@ -141,7 +150,7 @@ def run(
         gc.unfreeze()
 
 
-def measure(
+def measure_forward(
     problem: Problem, options: Options, tuned: dict[str, tuple[MoKConfig, str]], say: Callable[[str], None]
 ) -> tuple[list[Row], Conditions]:
     """All rows of one case, and clocks and power meanwhile. `tuned` remembers the best per base and precision."""
@@ -202,27 +211,28 @@ def _times(
         traced = overlap.traced(ours, ours.forward, len(problem.sets))
         contestants["traced"] = [graph.replay for graph in traced.graphs]
     interleave(contestants, 1, min_seconds=MIN_SECONDS)  # up to the power cap first: the driver's watts are an average, too
-    with Sampler(uuid=_uuid(problem.device)) as sampler:
+    with Sampler(uuid=uuid_of(problem.device)) as sampler:
         times = interleave(contestants, options.rounds, min_seconds=MIN_SECONDS)
     compared = {name: samples for name, samples in times.items() if name in calls}
-    rows = [_row(case, "forward_ms", times["ours"], compared, how)]
+    rows = [row_of(case, "forward_ms", times["ours"], compared, how)]
     if traced is not None:
         slower = times["traced"].over(times["ours"])
         overhead = Samples.of([100 * (value - 1) for value in slower.values.tolist()])
-        rows.append(_row(case, "trace_overhead_pct", overhead, {}, how | {"records": traced.buffers[0].records}))
+        rows.append(row_of(case, "trace_overhead_pct", overhead, {}, how | {"records": traced.buffers[0].records}))
         off = overlap.overlap_off(ours.config, ours.capacity)
         without = overlap.traced(ours.on(off), ours.on(off).forward, 1)
-        rows += _shares(case, traced, without, how)
+        rows += shares(case, traced, without, how)
     return rows, sampler.conditions
 
 
-def _uuid(device: torch.device) -> str | None:
+def uuid_of(device: torch.device) -> str | None:
+    """The GPU's UUID, by which NVML knows it."""
     found = getattr(torch.cuda.get_device_properties(device), "uuid", None)
     return None if found is None else str(found)
 
 
-def _shares(case: str, traced: overlap.Traced, without: overlap.Traced, how: dict[str, Any]) -> list[Row]:
-    """What the in-kernel trace says, in per cent of all SM time, beside the same with overlap off."""
+def shares(case: str, traced: overlap.Traced, without: overlap.Traced, how: dict[str, Any]) -> list[Row]:
+    """Rows: what the in-kernel trace says, in per cent of all SM time, beside the same with overlap off."""
     on, off = traced.accounts(), without.accounts()
     how = how | {"accounting": {name: float(f"{share:.4g}") for name, share in on[0].shares.items()}}
     wanted: dict[str, Callable[[Any], float]] = {
@@ -233,7 +243,7 @@ def _shares(case: str, traced: overlap.Traced, without: overlap.Traced, how: dic
     rows = []
     for metric, value in wanted.items():
         beside = {"overlap_off": Samples.of([value(found) for found in off])}
-        rows.append(_row(case, metric, Samples.of([value(found) for found in on]), beside, how))
+        rows.append(row_of(case, metric, Samples.of([value(found) for found in on]), beside, how))
     return rows
 
 
@@ -256,7 +266,7 @@ def _schedule(problem: Problem, ours: Ours, options: Options, how: dict[str, Any
     times = {
         name: Samples(samples.values / SCHEDULES_PER_GRAPH) for name, samples in interleave(contestants, options.rounds).items()
     }
-    return [_row(problem.case.name, "schedule_ms", times["ours"], {"torch": times["torch"]}, how)]
+    return [row_of(problem.case.name, "schedule_ms", times["ours"], {"torch": times["torch"]}, how)]
 
 
 def _communication(problem: Problem, ours: Ours, options: Options, how: dict[str, Any]) -> list[Row]:
@@ -268,10 +278,11 @@ def _communication(problem: Problem, ours: Ours, options: Options, how: dict[str
     with_overlap, without = overlap.time_halves(ours, off, options.rounds)
     parts = {f"{mode}_ms": float(f"{samples.median:.6g}") for mode, samples in with_overlap.items()}
     beside = {"overlap_off": overlap.efficiency(without)}
-    return [_row(case, "overlap_efficiency", overlap.efficiency(with_overlap), beside, how | {"kernel": parts})]
+    return [row_of(case, "overlap_efficiency", overlap.efficiency(with_overlap), beside, how | {"kernel": parts})]
 
 
-def _row(case: str, metric: str, ours: Samples, beside: dict[str, Samples], how: dict[str, Any]) -> Row:
+def row_of(case: str, metric: str, ours: Samples, beside: dict[str, Samples], how: dict[str, Any]) -> Row:
+    """A record's row: medians and quartiles; metrics in _ms also have the ratio to every baseline in `config`."""
     return Row(
         case,
         metric,

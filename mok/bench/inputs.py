@@ -26,11 +26,12 @@ _SAMPLED_ROWS = 64
 
 @dataclass(frozen=True, slots=True)
 class InputSet:
-    """One step's inputs: x bf16 [N, H], top_experts i64 [N, K], router_weights f32 [N, K]; N tokens of all ranks held."""
+    """One step's inputs: x, d_out bf16 [N, H], top_experts i64 [N, K], router_weights f32 [N, K]; N tokens of all ranks held."""
 
     x: Tensor
     top_experts: Tensor
     router_weights: Tensor
+    d_out: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +102,8 @@ def draw(case: Case, device: torch.device | str, *, num_sets: int = NUM_SETS, li
     sets = []
     for index in range(num_sets):
         routes = routing.generate(workload.routing, num_tokens, shape.num_experts, shape.top_k, seed=workload.seed + index)
-        one = InputSet(normal(num_tokens, hidden), routes.top_experts.to(device), routes.weights.to(device))
-        sets.append(one)
+        x, d_out = normal(num_tokens, hidden), normal(num_tokens, hidden)
+        sets.append(InputSet(x, routes.top_experts.to(device), routes.weights.to(device), d_out))
     problem = Problem(case, shape, group, tuple(sets), routed, shared)
     refuse_constant(problem)
     return problem
@@ -111,6 +112,7 @@ def draw(case: Case, device: torch.device | str, *, num_sets: int = NUM_SETS, li
 def refuse_constant(problem: Problem) -> None:
     """Raise InputError for inputs or weights that do not vary: timings on them flatter every kernel."""
     named = [(f"x of input set {i}", one.x) for i, one in enumerate(problem.sets)]
+    named += [(f"d_out of input set {i}", one.d_out) for i, one in enumerate(problem.sets)]
     named += list(zip(("gate", "up", "down"), problem.routed, strict=True))
     named += list(zip(("shared gate", "shared up", "shared down"), problem.shared or (), strict=False))
     named += [(f"routes of input set {i}", one.top_experts) for i, one in enumerate(problem.sets)]

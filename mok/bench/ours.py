@@ -20,7 +20,8 @@ Tensor = torch.Tensor
 class Ours:
     """Workspace, schedules and (in MXFP8) quantised weights of a problem; `on(config)` is the same on another one."""
 
-    def __init__(self, problem: Problem, config: MoKConfig) -> None:
+    def __init__(self, problem: Problem, config: MoKConfig, *, training: bool = False) -> None:
+        """training: weights are also quantised the way backward reads them."""
         self.problem, self.config = problem, config
         num_tokens = int(problem.sets[0].x.shape[0])
         self.workspace = functional.create_workspace(
@@ -33,8 +34,11 @@ class Ours:
         )
         weights = tuple(self._all_experts(weight) for weight in problem.routed)
         self.weights: tuple[Any, ...] = weights
+        self.backward_weights: tuple[Any, ...] = weights
         if problem.case.workload.precision == "mxfp8":
-            self.weights = tuple(ops.mxfp8_quantize(weight, True, False)[:2] for weight in weights)
+            gate, up, down = (ops.mxfp8_quantize(weight, True, training) for weight in weights)
+            self.weights = (gate[:2], up[:2], down[:2])
+            self.backward_weights = (gate, up, down[2:]) if training else ()
         self.schedules = [self.schedule(number) for number in range(len(problem.sets))]
 
     def _all_experts(self, local: Tensor) -> Tensor:
@@ -51,7 +55,8 @@ class Ours:
         """The same problem on `config`, sharing workspace, weights and schedules (a schedule does not know these knobs)."""
         other = object.__new__(Ours)
         other.problem, other.config = self.problem, config
-        other.workspace, other.weights, other.schedules = self.workspace, self.weights, self.schedules
+        other.workspace, other.schedules = self.workspace, self.schedules
+        other.weights, other.backward_weights = self.weights, self.backward_weights
         return other
 
     def schedule(self, number: int) -> Any:
@@ -59,14 +64,42 @@ class Ours:
         routes = self.problem.sets[number].top_experts
         return functional.build_schedule(self.workspace, self.config, routes, num_local_experts=self.problem.shape.num_experts)
 
-    def forward(self, number: int) -> Tensor:
-        """bf16 [tokens, H]: `functional.forward` of one input set, context saved."""
-        one = self.problem.sets[number]
-        shared = self.problem.shared or (None, None, None)
-        out, _ = functional.forward(
-            self.config, self.workspace, self.schedules[number], one.x, one.router_weights, *shared, *self.weights
-        )
-        return out
+    @property
+    def shared(self) -> tuple[Tensor | None, ...]:
+        """Shared gate, up, down, or three None."""
+        return self.problem.shared or (None, None, None)
+
+    def forward(self, number: int, *, save: bool = True) -> Tensor:
+        """bf16 [tokens, H]: `functional.forward` of one input set, context saved unless `save` is False."""
+        return self._forward(number, save)[0]
+
+    def context(self, number: int) -> Any:
+        """What a forward of one input set saves."""
+        return self._forward(number, True)[1]
+
+    def _forward(self, number: int, save: bool) -> tuple[Tensor, Any]:
+        one, schedule = self.problem.sets[number], self.schedules[number]
+        arguments = (self.config, self.workspace, schedule, one.x, one.router_weights, *self.shared, *self.weights)
+        return functional.forward(*arguments, save_context=save)
+
+    def recompute(self, number: int) -> Any:
+        """The context of one input set, rebuilt from its inputs."""
+        one, schedule = self.problem.sets[number], self.schedules[number]
+        weights = (*self.shared[:2], *self.weights[:2])
+        return functional.recompute_forward_context(self.config, self.workspace, schedule, one.x, *weights)
+
+    def backward(self, number: int, context: Any) -> tuple[Tensor | None, ...]:
+        """All gradients of one input set: `functional.backward`; `context` is spent."""
+        one, schedule = self.problem.sets[number], self.schedules[number]
+        weights = (*self.shared, *self.backward_weights)
+        inputs = (context, one.d_out, one.x, one.router_weights, *weights)
+        return functional.backward(self.config, self.workspace, schedule, *inputs)
+
+    def step(self, number: int, *, recompute: bool = False) -> tuple[Tensor, ...]:
+        """(output, gradients that are not None) of forward and backward; recompute: the context is rebuilt, not saved."""
+        out, context = self._forward(number, not recompute)
+        found = self.backward(number, self.recompute(number) if recompute else context)
+        return out, *(gradient for gradient in found if gradient is not None)
 
     def megakernel(self, number: int) -> tuple[Tensor, ...]:
         """The engine's forward kernel alone, of the first local rank, on what the last `forward` copied in."""

@@ -82,8 +82,10 @@ class Traced:
         return [account(buffer) for buffer in self.buffers]
 
 
-def traced(ours: Ours, call: Callable[[int], Any], num_sets: int, records: int = RECORDS) -> Traced:
-    """`call(i)` captured with the in-kernel trace on; more records are taken when a launch dropped some."""
+def traced(
+    ours: Ours, call: Callable[[int], Any], num_sets: int, records: int = RECORDS, retry: Callable[[], None] = lambda: None
+) -> Traced:
+    """`call(i)` captured with the in-kernel trace on; more records are taken when a launch dropped some, after `retry()`."""
     from mok.engines.cuda import options
 
     graphs, buffers = [], []  # a memory pool for each graph: a replay must not write where another's records wait to be read
@@ -94,7 +96,8 @@ def traced(ours: Ours, call: Callable[[int], Any], num_sets: int, records: int =
         graphs[-1].replay()
     torch.cuda.synchronize()
     if records < MAX_RECORDS and dropped(buffers):
-        return traced(ours, call, num_sets, records * 2)
+        retry()
+        return traced(ours, call, num_sets, records * 2, retry)
     return Traced(graphs, buffers)
 
 

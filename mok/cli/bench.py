@@ -26,17 +26,26 @@ def bench_root(context: typer.Context) -> None:
         raise typer.Exit
 
 
+Out = Annotated[Path | None, typer.Option(help="Write the record here, case by case; one begun before is continued.")]
+Replace = Annotated[bool, typer.Option("--replace", help="Measure anew what the record holds already.")]
+Rounds = Annotated[int, typer.Option(help="Interleaved rounds, at least 20.")]
+Tune = Annotated[bool, typer.Option("--tune", help="Try a small grid first and use the best on the rest.")]
+CommSms = Annotated[int | None, typer.Option(help="Communication SMs of the kernel that is timed.")]
+MinibatchRows = Annotated[int | None, typer.Option(help="Rows per minibatch.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the record as JSON instead of lines.")]
+
+
 @bench_app.command()
 def forward(
     cases: Cases = None,
-    out: Annotated[Path | None, typer.Option(help="Write the record here, case by case; one begun before is continued.")] = None,
-    replace: Annotated[bool, typer.Option("--replace", help="Measure anew what the record holds already.")] = False,
-    rounds: Annotated[int, typer.Option(help="Interleaved rounds, at least 20.")] = 20,
-    tune: Annotated[bool, typer.Option("--tune", help="Try a small grid first and use the best on the rest.")] = False,
-    comm_sms: Annotated[int | None, typer.Option(help="Communication SMs of the forward kernel.")] = None,
-    minibatch: Annotated[int | None, typer.Option(help="Rows per minibatch.")] = None,
+    out: Out = None,
+    replace: Replace = False,
+    rounds: Rounds = 20,
+    tune: Tune = False,
+    comm_sms: CommSms = None,
+    minibatch: MinibatchRows = None,
     combine: Combine = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the record as JSON instead of lines.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Time the forward step beside the torch pipeline and dense GEMMs; needs an SM90 GPU.
 
@@ -48,16 +57,76 @@ def forward(
       mok bench forward --tune --out h200_forward.json
       mok bench forward dsv3-ep8-t8192 qwen3-30b-ep4-t8192+zipf1.2 --comm-sms 6 --minibatch 4096 --combine epilogue
     """
+    _kernels("forward", cases, out, replace, rounds, tune, comm_sms, minibatch, combine, as_json)
+
+
+@bench_app.command()
+def backward(
+    cases: Cases = None,
+    out: Out = None,
+    replace: Replace = False,
+    rounds: Rounds = 20,
+    tune: Tune = False,
+    comm_sms: CommSms = None,
+    minibatch: MinibatchRows = None,
+    combine: Combine = None,
+    as_json: AsJson = False,
+) -> None:
+    """Time the backward step beside the torch pipeline and dense GEMMs; needs an SM90 GPU.
+
+    \b
+    Example:
+      mok bench backward --tune --out h200_backward.json
+    """
+    _kernels("backward", cases, out, replace, rounds, tune, comm_sms, minibatch, combine, as_json)
+
+
+@bench_app.command()
+def step(
+    cases: Cases = None,
+    out: Out = None,
+    replace: Replace = False,
+    rounds: Rounds = 20,
+    tune: Tune = False,
+    comm_sms: CommSms = None,
+    minibatch: MinibatchRows = None,
+    combine: Combine = None,
+    as_json: AsJson = False,
+) -> None:
+    """Time forward and backward together, context saved and recomputed, and their peak memory; needs an SM90 GPU.
+
+    \b
+    Example:
+      mok bench step --tune --out h200_step.json
+    """
+    _kernels("step", cases, out, replace, rounds, tune, comm_sms, minibatch, combine, as_json)
+
+
+def _kernels(
+    phase: str,
+    cases: list[str] | None,
+    out: Path | None,
+    replace: bool,
+    rounds: int,
+    tune: bool,
+    comm_sms: int | None,
+    minibatch: int | None,
+    combine: str | None,
+    as_json: bool,
+) -> None:
+    from functools import partial
+
     from mok.bench import cases as named
 
-    chosen = named.suite(cases or ())
+    chosen = named.suite(cases or (), training=phase != "forward")
+    from mok.bench import backward as training
     from mok.bench import forward as bench
     from mok.bench.record import Record
 
     options = bench.Options(rounds, tune, comm_sms, minibatch, combine)
     bench.require_hopper()
     given = [("--out", out and out.name), ("--rounds", rounds), ("--comm-sms", comm_sms), ("--minibatch", minibatch)]
-    words = ["mok", "bench", "forward", *(cases or ()), *(["--tune"] if tune else [])]
+    words = ["mok", "bench", phase, *(cases or ()), *(["--tune"] if tune else [])]
     words += [str(part) for pair in [*given, ("--combine", combine)] if pair[1] is not None for part in pair]
     record = Record(shlex.join(words), out, replace=replace)
 
@@ -66,7 +135,8 @@ def forward(
         stream.write(line + "\n")
         stream.flush()
 
-    for rows in bench.run(chosen, options, record, say):
+    measure = None if phase == "forward" else partial(training.measure, phase=phase)
+    for rows in bench.run(chosen, options, record, say, measure=measure):
         for row in rows:
             say(bench.line(row))
     if as_json:
