@@ -1,0 +1,125 @@
+"""`study.watch()`: what a running study has found so far, read from its folder, so that any process may look on."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from mok.ablate import report
+from mok.ablate.conclude import Row, level_text, levels_text, rows_of
+from mok.ablate.intervals import F64
+from mok.ablate.parameters import canonical
+from mok.views import study as view
+from mok.views.study import Line
+from mok.views.watch import Glance
+from mok.views.watch import watch as follow
+
+if TYPE_CHECKING:
+    from mok.ablate.record import Run
+    from mok.ablate.study import Study
+
+MAX_LINES = 200  # a longer table is for the report
+LIVE = ("running", "stopping")
+
+
+def watch(study: Study) -> Any:
+    """The widget: one bar with time left and cost, the table filling with intervals, failures, Stop and Resume."""
+    looker = Looker(study)
+    return follow(looker.look, study.request_stop, study.start, study.name)
+
+
+class Looker:
+    """Looks at a study again and again; samples of finished runs are read once."""
+
+    def __init__(self, study: Study) -> None:
+        self.study = study
+        self._ratios: dict[tuple[str, int], F64] = {}
+        self._points = study.points()
+
+    def look(self) -> Glance:
+        """What the folder says now. Raises MokError for records that are not whole."""
+        status = self.study.status()
+        counts = status["counts"]
+        runs = self.study.runs()
+        planned = max(1, counts["planned"])
+        state = str(status["state"])
+        body = self._table(runs, status) + self._failures(runs)
+        colour = {"done": "success", "failed": "danger", "interrupted": "warning", "budget": "warning"}.get(state, "")
+        if counts["failed"]:
+            colour = "danger" if counts["failed"] == planned else "warning"
+        finished = state == "done" or (state not in LIVE and counts["done"] == planned)
+        running = state in LIVE and bool(status["host_alive"])
+        return Glance(counts["done"] / planned, bar_text(status), body, running, finished, colour)
+
+    def _table(self, runs: list[Run], status: Mapping[str, Any]) -> str:
+        names = (*self.study.strata, *self.study.factors)
+        found = {_place(run.strata, run.factors): run for run in runs}
+        rows, controls = rows_of(self.study, runs, self._ratios)
+        done = {row.run.key: row for row in (*rows, *controls)}
+        now = {canonical(item["factors"]): item for item in status["running"]}
+        lines: list[tuple[tuple[str, ...], Row | None, str]] = []
+        for point in self._points[:MAX_LINES]:
+            cells = tuple(level_text({**point.strata, **point.factors}[name]) for name in names)
+            run = found.get(_place(point.strata, point.factors))
+            running = now.get(canonical(point.factors)) or now.get(canonical({**point.strata, **point.factors}))
+            note = "" if running is None else f"running, {running['since_s']:.0f} s"
+            if run is not None and run.failure is not None:
+                note = note or f"{run.status}: {run.failure.kind}"
+            lines.append((cells, done.get(run.key) if run is not None else None, note))
+        more = len(self._points) - MAX_LINES
+        rest = f'<p class="quiet">and {more} more points; the report shows all.</p>' if more > 0 else ""
+        if self.study.paired:
+            pictured = [
+                report.line(row, names)
+                if row is not None
+                else Line(cells, float("nan"), 0.0, float("inf"), "", ("", "", ""), note)
+                for cells, row, note in lines
+            ]
+            return view.ratio_table(names, report.AFTER, pictured, self.study.resolution) + rest
+        metrics = self.study.metrics
+        texts = [
+            (
+                *cells,
+                *(f"{row.run.metrics[name]:.5g}" if row is not None and name in row.run.metrics else "" for name in metrics),
+                note,
+            )
+            for cells, row, note in lines
+        ]
+        return view.plain_table((*names, *metrics, "note"), texts) + rest
+
+    def _failures(self, runs: list[Run]) -> str:
+        failed = [run for run in runs if run.failure is not None]
+        if not failed:
+            return ""
+        lines = [
+            f"<li><b>{html.escape(run.failure.kind)}</b> at {html.escape(levels_text({**run.strata, **run.factors}))}: "
+            f"{html.escape(run.failure.message[:300])}</li>"
+            for run in failed[:20]
+            if run.failure is not None
+        ]
+        return f'<p class="alarm">{len(failed)} not done</p><ul>{"".join(lines)}</ul>'
+
+
+def bar_text(status: Mapping[str, Any]) -> str:
+    """`12 of 24 runs, 1 failed, about 3 min left, 41 s spent (38 s of GPU), running`."""
+    counts, spent = status["counts"], status["spent"]
+    parts = [f"{counts['done']} of {counts['planned']} runs"]
+    parts += [f"{counts['failed']} failed"] if counts["failed"] else []
+    if status["state"] in LIVE and status["eta_s"] is not None:
+        parts.append(f"about {duration(status['eta_s'])} left")
+    gpu = f" ({duration(spent['device_s'])} of GPU)" if spent["device_s"] else ""
+    parts.append(f"{duration(spent['wall_s'])} spent{gpu}")
+    parts.append("driver is gone" if status["state"] in LIVE and not status["host_alive"] else str(status["state"]))
+    return ", ".join(parts)
+
+
+def duration(seconds: float) -> str:
+    """`41 s`, `3 min`, `1.5 h`."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+def _place(strata: Mapping[str, Any], factors: Mapping[str, Any]) -> str:
+    return canonical([dict(strata), dict(factors)])
