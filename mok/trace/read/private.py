@@ -1,0 +1,93 @@
+"""What a profiler wrote down that nobody meant to share, and how texts lose it.
+
+nsys stores every environment variable, the command line, host and user names and the machine's process list; Kineto
+stores whatever a job adds to its trace. Readers keep none of that, but such words also stand inside texts that are
+kept: a home directory in a Python frame, a host name in a thread's name. `Private` learns the words from the file
+itself and takes them out of every kept text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+REDACTED = "[redacted]"
+MIN_NAME = 3  # shorter user and host names, and shorter values of variables, occur in ordinary words
+MIN_VALUE = 8
+_COMMON = frozenset(
+    ("root", "user", "users", "ubuntu", "nobody", "admin", "local", "localhost", "python", "python3", "none", "default")
+)
+_NOTHING_PRIVATE = re.compile(r"/(usr|bin|sbin|opt|lib|lib64|etc|tmp|var|dev|proc|sys)(/|:|$)|[\d.,:;+-]*$")
+_SECRET_NAME = re.compile(r"TOKEN|SECRET|PASS|KEY|AUTH|CRED|COOKIE|SESSION|LICEN[CS]E|PRIVATE", re.IGNORECASE)
+_WHO_NAME = re.compile(
+    r"(^|[_:. ])(USER|USERNAME|LOGNAME|LOGIN|HOST|HOSTNAME|NODENAME|NODE_?LIST|DISPLAY_NAME|USER_NAME|EXPORT_USER)$",
+    re.IGNORECASE,
+)
+_ASSIGNMENT = re.compile(r"(?:^|[\n\0])([A-Za-z_][A-Za-z0-9_.%()-]{0,127})=([^\n\0]*)")
+# A home directory and what lies below it: only the last name stays, and what follows site-packages is everybody's.
+_HOME = re.compile(
+    r"(?:/home/|/Users/|/root/|[A-Za-z]:\\+Users\\+)(?:[^\s\"'<>|:;,()\[\]{}/\\]+[/\\]+)*[^\s\"'<>|:;,()\[\]{}/\\]*"
+)
+_SHARED_PART = re.compile(r"(?:site|dist)-packages[/\\].*")
+
+
+@dataclass
+class Private:
+    """Words of one file that must not leave it. `learn*` collect them, `scrub` takes them out of texts."""
+
+    words: set[str] = field(default_factory=set)
+
+    def learn(self, name: str, value: str) -> None:
+        """One variable, setting or top-level entry: its value is private, the more so if the name says secret or who."""
+        value = value.strip().strip("\"'")
+        if _WHO_NAME.search(name):
+            for part in {value, value.split(".")[0]}:  # a host is also known without its domain
+                if len(part) >= MIN_NAME and part.lower() not in _COMMON:
+                    self.words.add(part)
+        elif len(value) >= (MIN_NAME if _SECRET_NAME.search(name) else MIN_VALUE) and not _NOTHING_PRIVATE.match(value):
+            self.words.add(value)
+
+    def learn_block(self, text: str) -> bool:
+        """Learn an environment block (`NAME=value` lines or NUL-separated); False if `text` is none."""
+        pairs = _ASSIGNMENT.findall(text)
+        if len(pairs) < 2:
+            return False
+        for name, value in pairs:
+            self.learn(name, value)
+        return True
+
+    def scrub(self, texts: Sequence[str]) -> list[str]:
+        """The texts without private words and home directories. Words stand for themselves, not inside other words."""
+        whole = "\n".join(texts)
+        present = sorted((word for word in self.words if word in whole), key=len, reverse=True)
+        pattern = re.compile("|".join(rf"(?<!\w){re.escape(word)}(?!\w)" for word in present)) if present else None
+        homes = any(mark in whole for mark in ("/home/", "/Users/", "/root/", "Users\\"))
+        if pattern is None and not homes:
+            return list(texts)
+        return [_clean(text, pattern, homes) for text in texts]
+
+    def scrub_one(self, text: str) -> str:
+        """`scrub` for one text."""
+        return self.scrub([text])[0]
+
+
+def _clean(text: str, pattern: re.Pattern[str] | None, homes: bool) -> str:
+    if homes:
+        text = _HOME.sub(lambda match: _tail(match[0]), text)
+    return pattern.sub(REDACTED, text) if pattern is not None else text
+
+
+def _tail(path: str) -> str:
+    shared = _SHARED_PART.search(path)
+    parts = [part for part in re.split(r"[/\\]+", path) if part]
+    last = parts[-1] if len(parts) > 2 else ""  # /home/name alone has no part that is not the name
+    return "~/" + (shared[0] if shared else last)
+
+
+def environment_of(pairs: Iterable[tuple[str, str]]) -> Private:
+    """`Private` of (name, value) pairs."""
+    private = Private()
+    for name, value in pairs:
+        private.learn(name, value)
+    return private
