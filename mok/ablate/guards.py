@@ -7,6 +7,7 @@ lets two studies of different days be put side by side.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -47,7 +48,10 @@ class Guards:
             import torch
 
             self._index = torch.device(device).index or torch.cuda.current_device()
-            self._uuid = str(torch.cuda.get_device_properties(self._index).uuid)
+            uuid = getattr(torch.cuda.get_device_properties(self._index), "uuid", None)
+            self._uuid = None if uuid is None else str(uuid)
+            self._driver = contextlib.ExitStack()
+            self._driver.enter_context(nvml.library())  # held open: opening it takes longer than reading
 
     def read(self) -> dict[str, float | None]:
         """The canary's median of seven runs in ns, and what the driver says right after it, while clocks are still up."""
