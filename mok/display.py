@@ -16,6 +16,7 @@ _RENDERERS: dict[type, Renderer] = {}
 _VIEW_MODULES: dict[str, str] = {
     "Measurement": "mok.views.measure",
     "AcceptanceReport": "mok.views.measure",
+    "Certificate": "mok.views.certify",
 }
 
 

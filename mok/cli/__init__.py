@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -20,6 +20,7 @@ import typer
 
 import mok
 from mok.cli.bench import bench_app
+from mok.cli.certify import certify
 from mok.cli.options import (
     CapacityMultiplier,
     Combine,
@@ -43,6 +44,8 @@ from mok.cli.options import (
     parse_sweep,
     step_of,
 )
+from mok.cli.output import AsJson, emit
+from mok.cli.output import table as show_table
 from mok.errors import MokError, require
 
 EXIT_WRONG = 1
@@ -56,7 +59,7 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions
 routing_app = typer.Typer(rich_markup_mode=None)
 app.add_typer(routing_app, name="routing")
 app.add_typer(bench_app, name="bench")
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+app.command()(certify)
 
 
 class _Interrupted(BaseException):
@@ -156,7 +159,7 @@ def doctor(as_json: AsJson = False) -> None:
 
     found = capabilities()
     rows = [(("ok   " if c.ok else "--   ") + c.name, c.found + (f". {c.remedy}" if c.remedy else "")) for c in found]
-    _emit(rows, {"capabilities": [dataclasses.asdict(c) for c in found]}, as_json)
+    emit(rows, {"capabilities": [dataclasses.asdict(c) for c in found]}, as_json)
 
 
 @app.command()
@@ -225,7 +228,7 @@ def run(
 
         check_sources(work.csrc, engines.resolve(work.engine, "cuda" if torch.cuda.is_available() else "cpu"))
     measurement = measure.run(work, repeats=repeats, check=check)
-    _emit(measurement.summary_rows(), measurement.to_dict(), as_json)
+    emit(measurement.summary_rows(), measurement.to_dict(), as_json)
     if measurement.accepted is False:
         raise typer.Exit(EXIT_WRONG)
 
@@ -294,16 +297,16 @@ def simulate(
 
         table = whatif.sweep(work, machine, *turned)
         trust = f"simulated: {table.machine}" + ("" if table.calibrated else ", uncalibrated")
-        _emit([("prediction", trust)], table.to_dict(), as_json)
+        emit([("prediction", trust)], table.to_dict(), as_json)
         if not as_json:
-            _table(table.rows())
+            show_table(table.rows())
         return
     from mok.simulate import simulate as predict
 
     prediction = predict(work, machine, rank=rank)
     written = None if trace is None else str(prediction.trace.write(trace))
     rows = prediction.summary_rows() + ([("trace", written)] if written else [])
-    _emit(rows, prediction.to_dict() | {"trace": written}, as_json)
+    emit(rows, prediction.to_dict() | {"trace": written}, as_json)
 
 
 @routing_app.command("stats")
@@ -332,7 +335,7 @@ def routing_stats(
     stats = routing.stats(recorded.routing(step, layer), recorded.num_experts, ep)
     load = stats.load_per_expert
     if not stats.num_routes:
-        _emit([("routes", f"no routes in {stats.num_tokens} tokens x {stats.top_k}")], stats.to_dict(), as_json)
+        emit([("routes", f"no routes in {stats.num_tokens} tokens x {stats.top_k}")], stats.to_dict(), as_json)
         return
     rows = [
         ("recorded", f"{len(recorded.steps)} steps, {len(recorded.layers)} layers, {recorded.num_experts} experts"),
@@ -346,7 +349,7 @@ def routing_stats(
         ("leaves its rank", f"{stats.remote_share:.1%} of routes"),
         ("capacity needed", f"{stats.capacity_needed} rows on one rank"),
     ]
-    _emit(rows, stats.to_dict(), as_json)
+    emit(rows, stats.to_dict(), as_json)
 
 
 @app.command()
@@ -361,21 +364,3 @@ def init(folder: Annotated[Path, typer.Argument(help="Where to put the notebooks
 
     for path in copy_notebooks(folder):
         sys.stdout.write(f"{path}\n")
-
-
-def _emit(rows: Sequence[tuple[str, str]], data: Mapping[str, Any], as_json: bool) -> None:
-    if as_json:
-        import msgspec
-
-        sys.stdout.write(msgspec.json.format(msgspec.json.encode(data), indent=2).decode() + "\n")
-        return
-    width = max((len(what) for what, _ in rows), default=0)
-    for what, value in rows:
-        sys.stdout.write(f"{what:<{width}}  {value}\n")
-
-
-def _table(rows: Sequence[Sequence[str]]) -> None:
-    """Aligned columns, numbers to the right."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    for row in rows:
-        sys.stdout.write("  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() + "\n")

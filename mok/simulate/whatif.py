@@ -77,7 +77,9 @@ class Sweep:
         for i, value in enumerate(self.values.tolist()):
             row = [f"{value:g}"]
             for phase, times in self.phase_ns.items():
-                best = value == self.best(phase) and np.ptp(times) > 0
+                best = value == self.best(phase) and np.ptp(times) > 1e-9 * float(
+                    times.max()
+                )  # sums of floats differ in the last digits
                 row.append(three_digits(float(times[i]) / NS_PER_MS) + ("*" if best else " "))
             for phase in self.kernel_ns:
                 row += [f"{float(column[phase][i]):.1%}" for column in (self.exposed, self.comm_share, self.tail)]
