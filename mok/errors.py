@@ -39,6 +39,10 @@ class NumericsError(MokError, ArithmeticError):
     """Results further from the truth than acceptance allows; the message names the tensor, the place and the limit."""
 
 
+class HostSyncError(MokError, RuntimeError):
+    """Code that promised not to block the host on the GPU did; the message names the calls and the lines that made them."""
+
+
 class FaultError(MokError, RuntimeError):
     """A fault only the device could know; raised by the next eager call or by `workspace.check()`."""
 

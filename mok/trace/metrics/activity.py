@@ -6,6 +6,7 @@ on the id alone invents pairs. The key here is (rank, process, correlation), and
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ from mok.trace.model import Trace
 DEVICE_CATEGORIES = ("kernel", "memcpy", "memset", "graph")  # a whole-graph activity stands for the nodes nobody recorded
 API_CATEGORIES = ("runtime", "driver")
 _NO_KEY = -1
+_TELLING = (re.compile("driver|not supported|permission", re.IGNORECASE), re.compile("CUDA|CUPTI|GPU", re.IGNORECASE))
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -69,7 +71,8 @@ def nothing_recorded(trace: Trace, what: str = "kernel, copy or memset") -> str:
     """Why a trace without device operations answers nothing: what it holds instead, and what its tool said."""
     seen = [name for name in trace.totals() if name != "none"]
     held = f"it holds {', '.join(seen[:6])}" if seen else "it holds no span at all"
-    said = f" The tool reported: {trace.meta.diagnostics[0]}" if trace.meta.diagnostics else ""
+    notes = sorted(trace.meta.diagnostics, key=lambda line: [rule.search(line) is None for rule in _TELLING])[:2]
+    said = f" The tool reported: {' / '.join(notes)}" if notes else ""
     return f"no {what} was recorded; {held}.{said}"
 
 

@@ -71,7 +71,8 @@ def overlap(trace: Trace, mode: str = "mok") -> tuple[Overlap, ...] | Unknown:
         return Unknown(nothing_recorded(trace), "share", DEFINITIONS[mode])
     if mode == "hta":
         ops = _trimmed(trace, ops)
-    return tuple(_one(trace, ops, index, mode) for index in range(len(ops.devices)))
+    working = {ops.devices[index] for index in np.unique(ops.device[~trace.spans.category.where("sync")[ops.rows]])}
+    return tuple(_one(trace, ops, index, mode) for index, device in enumerate(ops.devices) if device in working)
 
 
 def is_communication(trace: Trace, rows: I64, mode: str = "mok") -> npt.NDArray[np.bool_]:

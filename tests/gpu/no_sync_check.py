@@ -1,0 +1,81 @@
+"""no_host_sync on a real GPU: what must raise, what must not, with and without CUPTI; exits 1 on a miss."""
+
+import sys
+import warnings
+
+import torch
+
+from mok.errors import HostSyncError
+from mok.trace.no_sync import no_host_sync
+
+x = torch.randn(1024, 1024, device="cuda")
+pinned = torch.empty(1024, 1024).pin_memory()
+other = torch.cuda.Stream()
+
+
+def side() -> None:
+    with torch.cuda.stream(other):
+        x.mul(2)
+    torch.cuda.current_stream().wait_stream(other)
+
+
+QUIET = {
+    "matmul": lambda: x @ x,
+    "pinned copy, not waited for": lambda: pinned.copy_(x, non_blocking=True),
+    "device copy": lambda: x.clone(),
+    "side stream": side,
+    "event record and wait": lambda: torch.cuda.current_stream().wait_event(torch.cuda.current_stream().record_event()),
+    "event query": lambda: torch.cuda.Event().query(),
+}
+LOUD = {
+    "item": lambda: x.sum().item(),
+    "cpu": lambda: x.cpu(),
+    "nonzero": lambda: x.nonzero(),
+    "print": lambda: repr(x),
+    "synchronize": torch.cuda.synchronize,
+    "stream synchronize": lambda: torch.cuda.current_stream().synchronize(),
+    "event synchronize": lambda: torch.cuda.current_stream().record_event().synchronize(),
+    "pageable to device": lambda: torch.ones(1 << 20).cuda(),
+    "pageable, not waited for": lambda: torch.ones(1 << 20).to("cuda", non_blocking=True),
+    "bool of a tensor": lambda: bool((x > 0).all()),
+    "backward with item": lambda: (x.clone().requires_grad_() ** 2).sum().backward() or x.max().item(),
+}
+
+for action in (*QUIET.values(), *LOUD.values()):
+    action()
+torch.cuda.synchronize()
+
+bad = 0
+for profiled in (False, True):
+    for table, loud in ((QUIET, False), (LOUD, True)):
+        for name, action in table.items():
+            profiler = torch.profiler.profile() if profiled else None
+            if profiler:
+                profiler.start()
+            caught, seen = "", None
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    with no_host_sync() as seen:
+                        action()
+            except HostSyncError as error:
+                caught = str(error)
+            finally:
+                if profiler:
+                    profiler.stop()
+            method = seen.method if seen else "none"
+            right = bool(caught) == loud
+            bad += not right and method == "CUPTI"
+            print("ok  " if right else "MISS", method, name, "|", caught[:220])
+
+if "cuda.bindings" not in sys.modules:
+    from cuda.bindings import driver
+
+    try:
+        with no_host_sync() as seen:
+            driver.cuCtxSynchronize()
+        print("MISS", seen, "bare driver call")
+        bad += 1
+    except HostSyncError as error:
+        print("ok  ", seen.method, "bare driver call |", error)
+sys.exit(bad > 0)
