@@ -157,31 +157,33 @@ class SpanIndex:
         key, share = np.full((len(rows), width), EMPTY, np.uint8), np.zeros((len(rows), width), np.uint8)
         length = np.diff(edges).astype(np.float64)
         for line, row in enumerate(rows):
-            best, total, there = np.zeros(width, np.int64), np.zeros(width, np.int64), np.zeros(width, bool)
-            for code, stretch in self.cells(row, hidden):
-                busy, starts = self._busy(row, stretch, edges)
-                present = starts | (busy > 0)
-                score = busy + present  # an instant outdoes nothing, and any time at all outdoes an instant
-                wins = score > best
-                key[line, wins] = code
-                best = np.maximum(best, score)
-                total += busy
-                there |= present
-            share[line] = np.clip(np.ceil(255.0 * total / length), there, 255)
+            cells = self.cells(row, hidden)
+            if not cells:
+                continue
+            busy, present = self._busy(row, [stretch for _, stretch in cells], edges)
+            score = busy + present  # an instant outdoes nothing, and any time at all outdoes an instant
+            winner = score.argmax(0)
+            there = present.any(0)
+            key[line] = np.where(there, np.array([code for code, _ in cells], np.uint8)[winner], EMPTY)
+            share[line] = np.clip(np.ceil(255.0 * busy.sum(0) / length), there, 255)
         return Tile(key, share)
 
-    def _busy(self, row: int, stretch: slice, edges: I64) -> tuple[I64, npt.NDArray[np.bool_]]:
-        """ns of one cell in each pixel, and whether a span starts there."""
-        start = self.start_ns[stretch]
-        began = np.searchsorted(start, edges, side="left")
-        starts = began[1:] > began[:-1]
+    def _busy(self, row: int, stretches: list[slice], edges: I64) -> tuple[I64, npt.NDArray[np.bool_]]:
+        """ns of each cell of a row in each pixel, [cells, width], and whether it is there at all, an instant included."""
+        starts = [self.start_ns[stretch] for stretch in stretches]
+        began = np.stack([np.searchsorted(start, edges, side="left") for start in starts])
+        begins = began[:, 1:] > began[:, :-1]
         if row in self.crowded:
-            return _overlapping(start, start + np.diff(self.before_ns[stretch.start : stretch.stop + 1]), edges), starts
-        last = np.maximum(began - 1, 0)  # the span that may still run at the edge
-        before = self.before_ns[stretch.start + last]
-        whole = self.before_ns[stretch.start + last + 1] - before
-        run = before + np.minimum(np.maximum(edges - start[last], 0), whole)
-        return np.diff(run), starts
+            lengths = [np.diff(self.before_ns[stretch.start : stretch.stop + 1]) for stretch in stretches]
+            busy = np.stack([_overlapping(start, start + dur, edges) for start, dur in zip(starts, lengths, strict=True)])
+        else:
+            last = np.maximum(began - 1, 0) + np.array([[stretch.start] for stretch in stretches])  # may still run at the edge
+            before = self.before_ns[last]
+            run = np.maximum(edges - self.start_ns[last], 0)
+            np.minimum(run, self.before_ns[last + 1] - before, out=run)
+            run += before
+            busy = np.diff(run, axis=1)
+        return busy, begins | (busy > 0)
 
 
 def pixel_edges(begin_ns: int, end_ns: int, width: int) -> I64:

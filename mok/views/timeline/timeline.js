@@ -470,9 +470,8 @@ class Painter {
 		this.height = Math.max(1, Math.round(height * ratio));
 		this.image = new ImageData(this.width, this.height);
 		this.pixels = new Uint32Array(this.image.data.buffer);
-		this.pixelKey = new Uint8Array(this.width);
-		this.pixelShare = new Float32Array(this.width);
 		this.sums = new Float64Array(256);
+		this.seen = new Uint8Array(256);
 	}
 
 	/** Colours of keys on this background: full, dimmed, and by share of the pixel. */
@@ -527,46 +526,44 @@ class Painter {
 	}
 
 	pass(store, begin, end, y, h, hidden, lit) {
-		const { start, dur, key } = store, { scale, t0, width, sums, pixelKey, pixelShare } = this;
-		const dim = lit === 0, short = [];
-		let pixel = -1, best = EMPTY, whole = 0;
-		const touched = [];
-		const flush = () => {
-			if (pixel < 0) return;
-			pixelKey[pixel] = best;
-			pixelShare[pixel] = Math.min(1, whole * scale);
-			short.push(pixel);
-			for (const k of touched) sums[k] = 0;
-			touched.length = 0;
-			whole = 0;
-			best = EMPTY;
-		};
-		for (let i = begin; i < end; i++) {
-			const k = key[i];
-			if ((hidden.size && hidden.has(k)) || (lit !== null && store.lit[i] !== lit)) continue;
+		const { start, dur, key } = store, { scale, t0, width, sums, seen } = this;
+		const dim = lit === 0, widest = 1 / scale, short = [], skip = (i) => (hidden.size && hidden.has(key[i])) || (lit !== null && store.lit[i] !== lit);
+		const all = !hidden.size && lit === null;
+		for (let i = begin; i < end;) {
+			if (!all && skip(i)) { i++; continue; }
 			const x = (start[i] - t0) * scale, wide = dur[i] * scale;
 			if (wide >= 1) {
-				if (x + wide <= 0 || x >= width) continue;
-				const x0 = Math.max(0, Math.round(x)), x1 = Math.min(width, Math.max(Math.round(x + wide), x0 + 1));
-				this.rectangle(Math.min(x0, width - 1), x1, y, h, k, dim);
-				if (x1 - x0 > 34 * this.ratio && h >= 10 * this.ratio && this.labels.length < 900) this.labels.push([x0, x1, y, h, store.nameOf(i), k, dim]);
+				if (x + wide > 0 && x < width) this.long(x, x + wide, y, h, store, i, dim);
+				i++;
 				continue;
 			}
-			const place = Math.floor(x + (x < 0 && x + wide > 0 ? wide : 0));
-			if (place < 0 || place >= width) continue;
-			if (place !== pixel) { flush(); pixel = place; }
-			if (sums[k] === 0) touched.push(k);
-			sums[k] += dur[i] + 1e-9;
-			whole += dur[i];
-			if (best === EMPTY || sums[k] > sums[best]) best = k;
+			const pixel = Math.floor(x + (x < 0 && x + wide > 0 ? wide : 0)), limit = t0 + (pixel + 1) / scale;
+			let best = EMPTY, most = 0, whole = 0, count = 0, length = dur[i];
+			do { // all that starts in this pixel
+				if (all || !skip(i)) {
+					const k = key[i];
+					if (sums[k] === 0) seen[count++] = k;
+					whole += length;
+					if ((sums[k] += length + 1e-9) > most) { most = sums[k]; best = k; }
+				}
+				length = dur[++i];
+			} while (i < end && start[i] < limit && length < widest);
+			while (count) sums[seen[--count]] = 0;
+			if (pixel >= 0 && pixel < width) short.push(pixel, best, Math.min(1, whole * scale));
 		}
-		flush();
-		for (const x of short) this.column(x, y, h, pixelKey[x], pixelShare[x], dim);
+		for (let n = 0; n < short.length; n += 3) this.column(short[n], y, h, short[n + 1], short[n + 2], dim);
+	}
+
+	/** A span of at least a pixel; its name is written later if there is room. */
+	long(from, to, y, h, store, i, dim) {
+		const x0 = clamp(Math.round(from), 0, this.width - 1), x1 = Math.min(this.width, Math.max(Math.round(to), x0 + 1));
+		this.rectangle(x0, x1, y, h, store.key[i], dim);
+		if (x1 - x0 > 34 * this.ratio && h >= 10 * this.ratio && this.labels.length < 900) this.labels.push([x0, x1, y, h, store.nameOf(i), store.key[i], dim]);
 	}
 
 	column(x, y, h, key, share, dim) {
-		const look = this.looks[key];
-		this.fill(x, x + 1, y, h, (dim ? look.dimShades : look.shades)[Math.round(share * 255)]);
+		const look = this.looks[key], colour = (dim ? look.dimShades : look.shades)[Math.round(share * 255)], { pixels, width } = this;
+		for (let at = Math.max(0, y) * width + x, last = Math.min(this.height, y + h) * width; at < last; at += width) pixels[at] = colour;
 	}
 
 	/** One line of a tile: each pixel shows the fullest of the bins it covers. */
