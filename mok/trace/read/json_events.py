@@ -25,7 +25,7 @@ _SMALL = 8192  # below this a slice that does not parse is taken apart
 _GROW = 8
 _WINDOW = 1 << 16
 _BORDER = re.compile(rb"\}\s*,\s*(?=\{)")
-_TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*"|[{}\[\]]', re.DOTALL)
+_TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*"|[{}\[\]"]', re.DOTALL)  # a quote alone: a string that does not end
 _EVENT_START = re.compile(rb'\{\s*"(?:ph|cat|name|pid|tid|ts|args|id)"\s*:')
 _ARRAY_KEY = re.compile(rb"\s*:\s*\[")
 _SPACE = re.compile(rb"[\s,]*")
@@ -242,10 +242,8 @@ class EventReader:
                 continue
             self.flag("field_of_another_type", 1)
             words = {key: None if value.get(key) is None else str(value[key]) for key in ("ph", "cat", "name")}
-            numbers = {
-                key: value.get(key) if isinstance(value.get(key), (int, float, str)) else None
-                for key in ("ts", "dur", "pid", "tid")
-            }
+            numbers: dict[str, Any] = {key: value.get(key) for key in ("ts", "dur", "pid", "tid")}
+            numbers = {key: number if type(number) in (int, float, str) else None for key, number in numbers.items()}
             args = value.get("args")
             raw = msgspec.Raw(msgspec.json.encode(args if isinstance(args, dict) else {}))
             events.append(Event(**words, **numbers, args=raw))
@@ -303,6 +301,8 @@ def _end_within(data: bytes, position: int, limit: int) -> int | None:
     depth = 0
     for token in _TOKEN.finditer(data, position, limit):
         mark = token[0][:1]
+        if token[0] == b'"':
+            return None
         if mark in b"{[":
             depth += 1
         elif mark in b"}]":

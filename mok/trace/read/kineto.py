@@ -267,7 +267,7 @@ def to_ns(values: Sequence[Any], slowly: bool, flag: Callable[[str, int], None])
     """
     try:
         whole = np.frombuffer(array.array("q", values), np.int64)
-        if not len(whole) or int(np.abs(whole).max()) < MAX_TIME_NS // 1000:
+        if not len(whole) or max(int(whole.max()), -int(whole.min())) < MAX_TIME_NS // 1000:
             return whole * 1000
     except (TypeError, OverflowError):
         if not slowly and set(map(type, values)) <= {int, float}:
@@ -299,7 +299,7 @@ def _one_ns(value: Any, flag: Callable[[str, int], None]) -> int:
         return NO_VALUE
     if number.adjusted() > 16 or number.adjusted() < -30:  # beyond 10^17 us, or nothing at all
         return int(np.sign(number.adjusted()) > 0) * (MAX_TIME_NS if number > 0 else -MAX_TIME_NS)
-    return int((number * 1000).to_integral_value())
+    return max(-MAX_TIME_NS, min(int((number * 1000).to_integral_value()), MAX_TIME_NS))
 
 
 def _learn(private: Private, key: str, value: Any, depth: int = 0) -> None:

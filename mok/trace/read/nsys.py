@@ -60,6 +60,12 @@ def read(path: Path, *, keep_private: bool = False, rank: int = 0) -> Trace:
         builder.coverage["tables"] = sorted(name for name in tables.found if name.startswith(EVENT_TABLES))
     version = ".".join(meta.get("EXPORT_PRODUCT_VERSION", "of unknown version").split(".")[:3])
     builder.diagnostics += notes
+    if tables.broken:
+        builder.coverage["truncated_after"] = builder.rows
+        said = ", ".join(f"{table} after {rows} rows" for table, rows in sorted(tables.broken.items()))
+        builder.diagnostics.append(
+            f"truncated after {builder.rows} events: the file is damaged and these tables break off: {said}"
+        )
     if not builder.rows:
         builder.diagnostics.append("no event table has a row: nothing was captured, or the export left it out")
     return builder.finish(

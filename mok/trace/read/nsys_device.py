@@ -123,7 +123,9 @@ def _kernels(tables: Tables, builder: Builder, names: Names, processes: Processe
     ids = data.pop(named, np.full(len(data["start"]), NO_VALUE, np.int64))
     if (ids == NO_VALUE).any():  # old files leave the demangled name out of some rows
         for other in _KERNEL_NAMES[1:]:
-            ids = np.where(ids == NO_VALUE, tables.ints(KERNEL, (other,)).get(other, ids), ids)
+            more_ids = tables.ints(KERNEL, (other,)).get(other, ids)
+            if len(more_ids) == len(ids):  # else the table breaks off, at another row for another column
+                ids = np.where(ids == NO_VALUE, more_ids, ids)
     lane, args = _place(data, builder, processes)
     args |= {name: data[column] for name, column in (("graph_node", more[3]), ("graph_id", more[4])) if column in data}
     if more[0] in data:

@@ -170,11 +170,13 @@ def _texts(tables: Tables, names: Names, text_id: I64) -> Strings:
     if "text" not in tables.columns("NVTX_EVENTS"):
         return column
     inline = Strings.of([None if row[0] is None else str(row[0]) for row in tables.rows("NVTX_EVENTS", ("text",))])
-    if len(inline) != len(column):  # the table broke off while it was read
-        inline = Strings(np.resize(inline.codes, len(column)), inline.table)
+    if len(inline) != len(column):  # the table breaks off, at another row for another column
+        codes = np.full(len(column), -1, np.int32)
+        codes[: len(inline)] = inline.codes[: len(column)]
+        inline = Strings(codes, inline.table)
     shift = len(inline.table)
-    codes = np.where(inline.codes >= 0, inline.codes, np.where(column.codes >= 0, column.codes + shift, -1))
-    return Strings(codes.astype(np.int32), (*inline.table, *column.table))
+    either = np.where(inline.codes >= 0, inline.codes, np.where(column.codes >= 0, column.codes + shift, -1))
+    return Strings(either.astype(np.int32), (*inline.table, *column.table))
 
 
 def _domains(text: Strings, created: npt.NDArray[np.bool_], domain: I64) -> Strings:

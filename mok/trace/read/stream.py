@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from mok.errors import InputError
 
@@ -77,10 +78,14 @@ class Pieces:
             unpacker, ended = zlib.decompressobj(_WINDOW_GZIP), False
             while packed_piece := stream.read(PIECE >> 3):
                 while packed_piece:
+                    before = unpacker.copy()  # a call that fails keeps what it had unpacked to itself
                     try:
                         piece = unpacker.decompress(packed_piece, PIECE)
                     except zlib.error as error:
+                        piece = _up_to_damage(before, packed_piece)
+                        self._count(len(piece), limit)
                         self.cut = f"the gzip stream is damaged after {self.total} bytes of text ({error})"
+                        yield piece
                         return
                     self._count(len(piece), limit)
                     if piece:
@@ -104,3 +109,14 @@ class Pieces:
                 f"{self.path} unpacks to more than {limit} bytes, {MAX_RATIO} times its size; that is no trace. "
                 "Unpack it yourself if it is one."
             )
+
+
+def _up_to_damage(unpacker: Any, packed: bytes) -> bytes:
+    """What a gzip stream gives before its damage, fed a byte at a time."""
+    whole = []
+    try:
+        for at in range(len(packed)):
+            whole.append(unpacker.decompress(packed[at : at + 1]))
+    except zlib.error:  # the damage
+        return b"".join(whole)
+    return b"".join(whole)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import abc
 import array
 import contextlib
+import itertools
 import re
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
@@ -47,6 +48,7 @@ class Tables(abc.ABC):
     def __init__(self, found: dict[str, list[str]], flag: Flag) -> None:
         self.flag = flag
         self.found = found
+        self.broken: dict[str, int] = {}  # tables that end before their end -> rows that could be read
         self.actual: dict[str, str] = {}
         for name in sorted(found, key=_newest):  # the newest layout of a table wins
             match = _VERSION.fullmatch(name)
@@ -104,7 +106,7 @@ class SqliteTables(Tables):
         wanted = [column for column in columns if column in self.columns(table)]
         parts: list[list[I64]] = [[] for _ in wanted]
         for rows in self._chunks(table, [f"ifnull({_name(column)}, {NO_VALUE + 1} - 1)" for column in wanted]):
-            for part, values in zip(parts, zip(*rows, strict=True), strict=True):
+            for part, values in zip(parts, zip(*rows, strict=True), strict=bool(rows)):
                 part.append(strict_ints(values, self.flag))
         none = np.zeros(0, np.int64)
         return {column: np.concatenate([none, *part]) for column, part in zip(wanted, parts, strict=True)}
@@ -118,15 +120,26 @@ class SqliteTables(Tables):
     def _chunks(self, table: str, expressions: list[str]) -> Iterator[list[tuple[Any, ...]]]:
         if table not in self.actual or not expressions:
             return
-        seen = 0
+        seen, query = 0, f"SELECT {', '.join(expressions)} FROM {_name(self.actual[table])}"
         try:
-            cursor = self.connection.execute(f"SELECT {', '.join(expressions)} FROM {_name(self.actual[table])}")
+            cursor = self.connection.execute(query)
             while rows := cursor.fetchmany(_CHUNK):
                 seen += len(rows)
                 require(seen <= self.max_rows, f"{self.path}: table {table} has more rows than a file of its size can hold.")
                 yield rows
         except (sqlite3.Error, MemoryError) as error:
-            self.flag(f"table {table} breaks off after {seen} rows ({error})", 1)
+            rest = self._up_to_damage(query, seen)
+            if table not in self.broken:
+                self.flag(f"table {table} breaks off ({error})", 1)
+            self.broken[table] = seen + len(rest)
+            yield rest
+
+    def _up_to_damage(self, query: str, seen: int) -> list[tuple[Any, ...]]:
+        """The whole rows of a chunk that failed, one by one."""
+        rows: list[tuple[Any, ...]] = []
+        with contextlib.suppress(sqlite3.Error, MemoryError):  # the same damage again ends it
+            rows.extend(itertools.islice(self.connection.execute(query), seen, seen + _CHUNK))
+        return rows
 
 
 class ParquetTables(Tables):
@@ -187,7 +200,8 @@ class ParquetTables(Tables):
 
 def harden(connection: sqlite3.Connection) -> None:
     """Switch off what a hostile schema could use; extension loading is off by default and stays so."""
-    for pragma in ("trusted_schema = OFF", "cell_size_check = ON", "mmap_size = 0", "query_only = ON"):
+    # writable_schema makes SQLite read what is left of a file that was cut; query_only still forbids any change
+    for pragma in ("trusted_schema = OFF", "cell_size_check = ON", "mmap_size = 0", "query_only = ON", "writable_schema = ON"):
         connection.execute(f"PRAGMA {pragma}")
     connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_CELL_BYTES)
     connection.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)
