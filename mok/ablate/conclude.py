@@ -188,7 +188,7 @@ def _log_ratios(study: Study, runs: Sequence[Run], cache: dict[tuple[str, int], 
     sign = 1.0 if study.lower_is_better else -1.0
     for run in runs:
         if (run.key, run.attempt) not in cache:
-            cache[run.key, run.attempt] = sign * np.asarray(study.log_ratios(run), dtype=np.float64)
+            cache[run.key, run.attempt] = sign * np.asarray(study.log_ratios(run), dtype=np.float64)[: study.max_blocks]
     return {run.key: cache[run.key, run.attempt] for run in runs}
 
 

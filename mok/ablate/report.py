@@ -39,10 +39,7 @@ def render(found: Findings) -> str:
     """The page of what a study found."""
     study = found.study
     body = [f"<h1>Study {html.escape(study.name)}</h1>", f'<p class="sentence">{html.escape(sentence(found))}</p>']
-    body += [
-        f'<p class="{"alarm" if found.health.drifted or found.drifted else "quiet"}">{html.escape(text)}</p>'
-        for text in [found.health.sentences()[0], *_drifted(found)]
-    ]
+    body += [_remark(found.health.sentences()[0], found.health.drifted), *(_remark(text, True) for text in _drifted(found))]
     body += _verdicts(found) if study.paired else _values(found)
     body += _best(found) + _main_effects(found) + _failures(found) + _machine(found) + _method(found) + _definition(found)
     page = view.page(f"Study {study.name}", "\n".join(body))
@@ -50,6 +47,10 @@ def render(found: Findings) -> str:
     if loads:  # a level or message that became markup would be a fault of this module
         raise MokError(f"the report would load {', '.join(loads[:3])}; please report this with the study's folder.")
     return page
+
+
+def _remark(text: str, alarm: bool) -> str:
+    return f'<p class="{"alarm" if alarm else "quiet"}">{html.escape(text)}</p>'
 
 
 def line(row: Row, names: Sequence[str], folder: Path | None = None) -> Line:
@@ -120,7 +121,9 @@ def _best(found: Findings) -> list[str]:
     lines = []
     for stratum, best in found.best.items():
         row = rows[best.candidate]
-        rivals = "; ".join(levels_text(rows[name].run.factors) for name in best.rivals[:6]) or "none"
+        names = ["the baseline"] if best.high >= 1 else []
+        names += [levels_text(rows[name].run.factors) for name in best.rivals[:6]]
+        rivals = "; ".join(names) or "none"
         more = f" and {len(best.rivals) - 6} more" if len(best.rivals) > 6 else ""
         cells = (stratum or "all", levels_text(row.run.factors))
         verdict = row.effect.verdict if row.effect is not None else ""

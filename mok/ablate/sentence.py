@@ -55,7 +55,18 @@ def _claim(found: Findings) -> str:
     return (
         f"{' '.join(clauses)} Of {len(judged)} comparisons by {found.metric} on {found.device} at a resolution of "
         f"{_percent(found.study.resolution)}: {tally} (Holm over the table, wrong verdicts <= {_percent(found.study.alpha)})."
+        f"{_price(judged)}"
     )
+
+
+def _price(rows: list[Row]) -> str:
+    """What deciding the open comparisons would cost, in multiples of the blocks they had."""
+    effects = [row.effect for row in rows if row.effect is not None and row.effect.verdict == UNDECIDED]
+    open_ = [(effect.blocks_to_decide, effect.num_looked) for effect in effects if effect.blocks_to_decide is not None]
+    if not open_:
+        return ""
+    times = sum(need for need, _ in open_ if need is not None) / sum(had for _, had in open_)
+    return f" Deciding {len(open_)} of the undecided would take about {times:.2g} times their blocks."
 
 
 def _single(found: Findings, row: Row) -> str:

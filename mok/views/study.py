@@ -110,10 +110,13 @@ def series_svg(values: Sequence[float], label: str, unit: str, *, width: int = 6
         return 10 + index / last * (width - 120), height - 12 - (value - low) / extent * (height - 30)
 
     dots = "".join('<circle cx="{:.1f}" cy="{:.1f}" r="2" fill="#0072B2"/>'.format(*place(*pair)) for pair in known)
-    marks = "".join(
-        f'<text x="{width - 104}" y="{place(0, value)[1] + 4:.1f}">{value:.4g} {html.escape(unit)}</text>'
-        for value in (dict.fromkeys((low, high)) if high - low < extent / 3 else dict.fromkeys((low, middle, high)))
-    )
+    heights: list[float] = []
+    marks = ""
+    for value in (low, high, middle):  # the middle is left out where its number would lie on another
+        y = place(0, value)[1] + 4
+        if all(abs(y - other) >= 12 for other in heights):
+            heights.append(y)
+            marks += f'<text x="{width - 104}" y="{y:.1f}">{value:.4g} {html.escape(unit)}</text>'
     says = f"{label}: {len(known)} readings, lowest {low:.4g}, median {middle:.4g}, highest {high:.4g} {unit}"
     return (
         f'<svg role="img" aria-label="{html.escape(says, quote=True)}" width="{width}" height="{height}">'

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import nbformat
 import numpy as np
 
 from mok.ablate import tables
@@ -26,7 +27,9 @@ class Planted:
     ):
         """effect: function of a point's levels -> planted change of cost; "fail" makes the run a failure."""
         asked = {"factors": {"minibatch": [1024, 2048, 4096]}, "baseline": {"minibatch": 2048}, "design": "paired"}
-        self.study = Study(name=name, root=str(folder), **(asked | settings))
+        asked |= settings
+        names = {**asked["factors"], **asked.get("strata", {})}
+        self.study = Study(name=name, root=str(folder), notebook=str(_notebook(folder, names)), **asked)
         self.blocks, self.noise = blocks, noise
         self.rng = np.random.default_rng(seed)
         self.provenance = {
@@ -127,3 +130,12 @@ class Planted:
             "eta_s": 42.0 if counts["left"] else None,
             "spent": {"wall_s": 2.0 * len(runs), "device_s": 1.5 * len(runs)}, "running": [], "failures": [],
         }  # fmt: skip
+
+
+def _notebook(folder: Path, levels: dict[str, Any]) -> Path:
+    """A notebook that takes the levels' names; nobody runs it."""
+    path = folder / "planted.ipynb"
+    source = "\n".join([*(f"{name} = {values[0]!r}" for name, values in levels.items()), "baseline = {}"])
+    cell = nbformat.v4.new_code_cell(source, metadata={"tags": ["parameters"]})
+    nbformat.write(nbformat.v4.new_notebook(cells=[cell]), path)
+    return path
