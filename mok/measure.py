@@ -194,7 +194,7 @@ class Step:
         )
 
 
-class _Clock:
+class Clock:
     """Elapsed ns of a call: CUDA events where the work is asynchronous, the process clock where it is not."""
 
     def __init__(self, device: torch.device) -> None:
@@ -246,7 +246,7 @@ def run(
     with engines.use(engine), engines.sources(engine, workload.csrc):
         inputs = make_inputs(workload, device)
         step = Step.of(workload, inputs)
-        samples, results, same = _repeat(step, _Clock(torch.device(device)), repeats, warmup)
+        samples, results, same = _repeat(step, Clock(torch.device(device)), repeats, warmup)
         step.workspace.check()
         timeline = _recorded(step) if trace else None
     shape, group = layer_of(workload)
@@ -300,7 +300,7 @@ def _recorded(step: Step) -> Any:
     return dataclasses.replace(timeline, meta=dataclasses.replace(timeline.meta, provenance=provenance))
 
 
-def _repeat(step: Step, clock: _Clock, repeats: int, warmup: int) -> tuple[dict[str, list[int]], dict[str, Tensor], bool]:
+def _repeat(step: Step, clock: Clock, repeats: int, warmup: int) -> tuple[dict[str, list[int]], dict[str, Tensor], bool]:
     """(phase -> samples in ns, tensors of the first run, whether all runs gave its bits)."""
     backward = step.workload.direction == "step"
     samples: dict[str, list[int]] = {"schedule": [], "forward": []}

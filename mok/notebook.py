@@ -64,16 +64,24 @@ def parameters(path: Path) -> dict[str, Any]:
     """Names and defaults in the cell tagged `parameters`. Raises InputError: no such cell, or a default that is no literal."""
     import nbformat
 
-    notebook = nbformat.read(path, as_version=4)  # type: ignore[no-untyped-call]
+    return tagged_parameters(nbformat.read(path, as_version=4), path.name)  # type: ignore[no-untyped-call]
+
+
+def tagged_parameters(notebook: Any, name: str) -> dict[str, Any]:
+    """`parameters` of a notebook that is read already; `name` is for messages."""
     for cell in notebook.cells:
         if cell.cell_type == "code" and "parameters" in cell.metadata.get("tags", []):
-            return _assignments(cell.source, path)
-    raise InputError(f"{path.name} has no code cell tagged 'parameters'; tag the cell that holds the defaults.")
+            return _assignments(cell.source, name)
+    raise InputError(f"{name} has no code cell tagged 'parameters'; tag the cell that holds the defaults.")
 
 
-def _assignments(source: str, path: Path) -> dict[str, Any]:
+def _assignments(source: str, name: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for statement in ast.parse(source).body:
+    try:
+        body = ast.parse(source).body
+    except SyntaxError as error:
+        raise InputError(f"{name}: the parameters cell is no plain Python ({error.msg}, line {error.lineno}).") from None
+    for statement in body:
         if not isinstance(statement, ast.Assign | ast.AnnAssign):
             continue
         targets: Sequence[ast.expr] = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
@@ -83,7 +91,7 @@ def _assignments(source: str, path: Path) -> dict[str, Any]:
                 try:
                     found[target.id] = ast.literal_eval(value)
                 except ValueError:
-                    raise InputError(f"{path.name}: parameter {target.id!r} must have a literal default.") from None
+                    raise InputError(f"{name}: parameter {target.id!r} must have a literal default.") from None
     return found
 
 
@@ -119,7 +127,7 @@ def execute(source: Path, target: Path, values: Mapping[str, Any], *, progress: 
     require(not target.exists(), f"{target} exists already; choose another name, nothing is overwritten.")
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f".{target.stem}.{os.getpid()}.partial.ipynb")
-    sockets = _socket_folder()
+    sockets = socket_folder()
     try:
         notebook = _papermill(source, partial, values, sockets, progress)
     except BaseException:  # SystemExit and KeyboardInterrupt too: what ran is evidence
@@ -132,7 +140,8 @@ def execute(source: Path, target: Path, values: Mapping[str, Any], *, progress: 
     return notebook
 
 
-def _socket_folder() -> Path:
+def socket_folder() -> Path:
+    """A new private folder for a kernel's sockets, with a path short enough for them."""
     folder = tempfile.mkdtemp(prefix="mok-")
     if len(os.fsencode(folder)) > SOCKET_PATH_LIMIT:
         os.rmdir(folder)
@@ -152,8 +161,8 @@ def _papermill(source: Path, target: Path, values: Mapping[str, Any], sockets: P
     config.KernelManager.client_factory = "mok.notebook_client.SlicedKernelClient"
     try:
         return papermill.execute_notebook(
-            _literal(source),
-            _literal(target),
+            literal(source),
+            literal(target),
             parameters=dict(values),
             kernel_name="python3",
             progress_bar=progress,
@@ -166,8 +175,8 @@ def _papermill(source: Path, target: Path, values: Mapping[str, Any], sockets: P
         raise MokError(f"{source.name}: the kernel died ({error}); often memory: try fewer tokens or a smaller shape.") from error
 
 
-def _literal(path: Path) -> str:
-    """papermill runs paths through str.format: double the braces so that they mean themselves."""
+def literal(path: Path) -> str:
+    """`path` as papermill takes it: it runs paths through str.format, so braces are doubled to mean themselves."""
     return str(path).replace("{", "{{").replace("}", "}}")
 
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import os
-import subprocess
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +18,7 @@ from typing import Any
 from mok.errors import InputError, require
 from mok.parquet import replacing
 from mok.session import device_facts
+from mok.session.source import commit_of
 
 FIELDS = ("command", "commit", "date", "device", "rows")
 DEVICE_FIELDS = ("name", "driver", "cuda", "torch", "clocks", "power")
@@ -163,20 +162,7 @@ def source_commit() -> str:
 
     A copy without its history (a machine one ships the tree to) says it with MOK_COMMIT; "unknown" without either.
     """
-    folder = Path(__file__).resolve().parents[2]
-
-    def git(*words: str) -> str | None:
-        try:
-            done = subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, check=False, timeout=20)
-        except (OSError, subprocess.SubprocessError):
-            return None
-        return done.stdout.strip() if done.returncode == 0 else None
-
-    top = git("rev-parse", "--show-toplevel")
-    if top is None or Path(top).resolve() != folder:  # the folder of another project, say one that has us in its environment
-        return os.environ.get("MOK_COMMIT") or "unknown"
-    found = git("rev-parse", "HEAD") or "unknown"
-    return f"{found}-dirty" if git("status", "--porcelain", "--untracked-files=no", "--", "mok", "csrc") else found
+    return commit_of(Path(__file__).resolve().parents[2])
 
 
 def _now() -> str:

@@ -46,6 +46,7 @@ from mok.cli.options import (
 )
 from mok.cli.output import AsJson, emit
 from mok.cli.output import table as show_table
+from mok.cli.study import study_app
 from mok.errors import MokError, require
 
 EXIT_WRONG = 1
@@ -59,6 +60,7 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions
 routing_app = typer.Typer(rich_markup_mode=None)
 app.add_typer(routing_app, name="routing")
 app.add_typer(bench_app, name="bench")
+app.add_typer(study_app, name="study")
 app.command()(certify)
 
 
