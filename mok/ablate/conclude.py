@@ -18,6 +18,7 @@ from mok.ablate import effects, guards, verdict
 from mok.ablate.bits import Difference
 from mok.ablate.effects import Best, MainEffect
 from mok.ablate.intervals import F64
+from mok.ablate.ledger import Ledger
 from mok.ablate.looks import Looks
 from mok.ablate.verdict import Effect
 
@@ -90,9 +91,21 @@ def rows_of(study: Study, runs: Sequence[Run], cache: dict[tuple[str, int], F64]
     return [row for row in rows if not row.run.control], [row for row in rows if row.run.control]
 
 
+def records(study: Study) -> list[Run]:
+    """Records of the plan that was run last, in its order: a report can be made after the code has moved on.
+
+    A study that was never run has those of its present plan.
+    """
+    ledger = Ledger(study.folder)
+    keys = ledger.read_plan()
+    if not keys:
+        return study.runs()
+    return [run for run in (ledger.load(key)[0] for key in keys) if run is not None]
+
+
 def findings(study: Study) -> Findings:
     """Read the study's folder and conclude. Raises InputError for records or samples that are not whole."""
-    runs = study.runs()
+    runs = records(study)
     cache: dict[tuple[str, int], F64] = {}
     rows, controls = rows_of(study, runs, cache)
     done = [row.run for row in (*rows, *controls)]

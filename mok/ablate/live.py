@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from mok.ablate import report
-from mok.ablate.conclude import Row, level_text, levels_text, rows_of
+from mok.ablate.conclude import Row, level_text, levels_text, records, rows_of
 from mok.ablate.intervals import F64
 from mok.ablate.parameters import canonical
+from mok.errors import InputError
 from mok.views import study as view
 from mok.views.study import Line
 from mok.views.watch import Glance
@@ -41,7 +42,9 @@ class Looker:
         """What the folder says now. Raises MokError for records that are not whole."""
         status = self.study.status()
         counts = status["counts"]
-        runs = self.study.runs()
+        if not counts:
+            raise InputError(f"{self.study.name} cannot be planned: {status['reason']}")
+        runs = records(self.study)
         planned = max(1, counts["planned"])
         state = str(status["state"])
         body = self._table(runs, status) + self._failures(runs)

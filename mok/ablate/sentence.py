@@ -35,7 +35,7 @@ def _warnings(found: Findings) -> list[str]:
             lines.append(f"THE BASELINE GAVE OTHER BITS THAN ITSELF ({row.bits.removeprefix('OTHER BITS: ')}).")
     left = found.counts.get("planned", 0) - found.counts.get("done", 0) - found.counts.get("failed", 0)
     if left > 0:
-        lines.append(f"Unfinished: {found.counts['done']} of {found.counts['planned']} runs are done.")
+        lines.append(f"Unfinished: {found.counts.get('done', 0)} of {found.counts['planned']} runs are done.")
     return lines
 
 
