@@ -40,7 +40,7 @@ _CATEGORY = {
 _ON_DEVICE = ("kernel", "memcpy", "memset", "gpu_user_annotation")
 _FLOWS = frozenset("stf")
 _PLACE = operator.attrgetter("pid", "tid")
-_PUBLIC = frozenset(
+PUBLIC = frozenset(
     (
         "schemaVersion", "deviceProperties", "distributedInfo", "record_shapes", "profile_memory", "with_stack", "with_flops",
         "with_modules", "displayTimeUnit", "baseTimeNanoseconds", "cuda_driver_version", "cuda_runtime_version", "cupti_version",
@@ -76,8 +76,8 @@ def read(path: Path, *, keep_private: bool = False, rank: int | None = None) -> 
     events.finish()
     private = Private()
     for key, value in around.items():
-        if key not in _PUBLIC:
-            _learn(private, key, value)
+        if key not in PUBLIC:
+            learn(private, key, value)
     info = around.get("distributedInfo")
     found = info.get("rank") if isinstance(info, dict) else None
     builder.coverage["rank_known"] = rank is not None or isinstance(found, int)
@@ -91,7 +91,7 @@ def read(path: Path, *, keep_private: bool = False, rank: int | None = None) -> 
         clock = "ns since 1970" if builder.first_start() > _EPOCH_US * 1000 else "ns of the profiler's clock"
         provenance["utc_epoch_ns"] = 0
     if keep_private:
-        provenance["private"] = {key: str(value)[:4096] for key, value in around.items() if key not in _PUBLIC}
+        provenance["private"] = {key: str(value)[:4096] for key, value in around.items() if key not in PUBLIC}
     return builder.finish("kineto (torch)", clock, provenance, None if keep_private else private)
 
 
@@ -302,14 +302,14 @@ def _one_ns(value: Any, flag: Callable[[str, int], None]) -> int:
     return max(-MAX_TIME_NS, min(int((number * 1000).to_integral_value()), MAX_TIME_NS))
 
 
-def _learn(private: Private, key: str, value: Any, depth: int = 0) -> None:
-    """Every text below a top-level entry is private; an entry of an environment goes by its own name."""
+def learn(private: Private, key: str, value: Any, depth: int = 0) -> None:
+    """Learn the texts below a top-level entry of no public name; an entry of an environment goes by its own name."""
     if isinstance(value, dict) and depth < 8:
         for name, inner in value.items():
-            _learn(private, str(name), inner, depth + 1)
+            learn(private, str(name), inner, depth + 1)
     elif isinstance(value, list) and depth < 8:
         for inner in value:
-            _learn(private, key, inner, depth + 1)
+            learn(private, key, inner, depth + 1)
     elif isinstance(value, str):
         private.learn(key, value)
         private.learn_block(value)

@@ -9,12 +9,14 @@ itself and takes them out of every kept text.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 REDACTED = "[redacted]"
 MIN_NAME = 3  # shorter user and host names, and shorter values of variables, occur in ordinary words
+MIN_SECRET = 4
 MIN_VALUE = 8
+_HOME_MARKS = ("/home/", "/Users/", "/root/", "Users\\")
 _COMMON = frozenset(
     ("root", "user", "users", "ubuntu", "nobody", "admin", "local", "localhost", "python", "python3", "none", "default")
 )
@@ -34,9 +36,14 @@ _SHARED_PART = re.compile(r"(?:site|dist)-packages[/\\].*")
 
 @dataclass
 class Private:
-    """Words of one file that must not leave it. `learn*` collect them, `scrub` takes them out of texts."""
+    """Words of one file that must not leave it. `learn*` collect them, `scrub` takes them out of texts.
+
+    words stand for themselves only ("ann" is not taken out of "annotate"); secrets, the values of variables whose name
+    says so, are taken out wherever they stand.
+    """
 
     words: set[str] = field(default_factory=set)
+    secrets: set[str] = field(default_factory=set)
 
     def learn(self, name: str, value: str) -> None:
         """One variable, setting or top-level entry: its value is private, the more so if the name says secret or who."""
@@ -45,7 +52,9 @@ class Private:
             for part in {value, value.split(".")[0]}:  # a host is also known without its domain
                 if len(part) >= MIN_NAME and part.lower() not in _COMMON:
                     self.words.add(part)
-        elif len(value) >= (MIN_NAME if _SECRET_NAME.search(name) else MIN_VALUE) and not _NOTHING_PRIVATE.match(value):
+        elif _SECRET_NAME.search(name) and len(value) >= MIN_SECRET:
+            self.secrets.add(value)
+        elif len(value) >= MIN_VALUE and not _NOTHING_PRIVATE.match(value):
             self.words.add(value)
 
     def learn_block(self, text: str) -> bool:
@@ -57,12 +66,21 @@ class Private:
             self.learn(name, value)
         return True
 
+    def pattern(self, whole: str) -> re.Pattern[str] | None:
+        """What to take out of `whole`; None if nothing of it is private. Only what occurs is compiled."""
+        found = [(word, rf"(?<!\w){re.escape(word)}(?!\w)") for word in self.words if word in whole]
+        found += [(word, re.escape(word)) for word in self.secrets if word in whole]
+        found.sort(key=lambda pair: -len(pair[0]))
+        return re.compile("|".join(expression for _, expression in found)) if found else None
+
+    def has_home(self, whole: str) -> bool:
+        """True if `whole` may hold a home directory."""
+        return any(mark in whole for mark in _HOME_MARKS)
+
     def scrub(self, texts: Sequence[str]) -> list[str]:
-        """The texts without private words and home directories. Words stand for themselves, not inside other words."""
+        """The texts without private words and home directories."""
         whole = "\n".join(texts)
-        present = sorted((word for word in self.words if word in whole), key=len, reverse=True)
-        pattern = re.compile("|".join(rf"(?<!\w){re.escape(word)}(?!\w)" for word in present)) if present else None
-        homes = any(mark in whole for mark in ("/home/", "/Users/", "/root/", "Users\\"))
+        pattern, homes = self.pattern(whole), self.has_home(whole)
         if pattern is None and not homes:
             return list(texts)
         return [_clean(text, pattern, homes) for text in texts]
@@ -83,11 +101,3 @@ def _tail(path: str) -> str:
     parts = [part for part in re.split(r"[/\\]+", path) if part]
     last = parts[-1] if len(parts) > 2 else ""  # /home/name alone has no part that is not the name
     return "~/" + (shared[0] if shared else last)
-
-
-def environment_of(pairs: Iterable[tuple[str, str]]) -> Private:
-    """`Private` of (name, value) pairs."""
-    private = Private()
-    for name, value in pairs:
-        private.learn(name, value)
-    return private
