@@ -7,12 +7,14 @@ from pathlib import Path
 import nbformat
 import numpy as np
 import pytest
-from support.planted import Planted
+from support.planted import GPU, account, plant
 
-from mok.ablate import compare, diff, live, report, tables
+from mok.ablate import compare, diff, live, report
 from mok.ablate.conclude import findings
+from mok.ablate.ledger import Ledger
 from mok.ablate.looks import Looks
 from mok.ablate.sentence import sentence
+from mok.ablate.study import Study
 from mok.ablate.verdict import boundary, bounds
 from mok.errors import InputError
 from mok.notebook_html import external_sources
@@ -21,16 +23,16 @@ from mok.views import study as view
 EFFECTS = {1024: 0.06, 2048: 0.0, 4096: -0.05}
 
 
-def planted(folder: Path, name: str = "demo", effects=EFFECTS, **settings) -> Planted:
-    return Planted(folder, name, lambda levels: effects[levels["minibatch"]], **settings)
+def planted(folder: Path, name: str = "demo", effects=EFFECTS, **settings) -> Study:
+    return plant(folder, name, lambda levels: effects[levels["minibatch"]], **settings)
 
 
-def said(study: Planted) -> str:
+def said(study: Study) -> str:
     return sentence(findings(study))
 
 
 def test_the_sentence_names_the_best_and_its_limits(tmp_path: Path) -> None:
-    text = said(planted(tmp_path).make())
+    text = said(planted(tmp_path))
     assert text.startswith("minibatch=4096 is best: 5.")
     assert "than minibatch=2048, same bits; no other may be as good." in text
     assert "Of 2 comparisons by forward_ms on NVIDIA H200 at a resolution of 2 %: 1 FASTER, 1 SLOWER" in text
@@ -39,7 +41,7 @@ def test_the_sentence_names_the_best_and_its_limits(tmp_path: Path) -> None:
 
 
 def test_the_control_stays_outside_the_table(tmp_path: Path) -> None:
-    found = findings(planted(tmp_path).make())
+    found = findings(planted(tmp_path))
     assert [row.run.factors["minibatch"] for row in found.rows] == [1024, 4096]
     (control,) = found.controls
     assert control.effect is not None
@@ -48,15 +50,12 @@ def test_the_control_stays_outside_the_table(tmp_path: Path) -> None:
 
 
 def test_a_control_that_fails_is_said_first(tmp_path: Path) -> None:
-    assert said(planted(tmp_path, effects=EFFECTS | {2048: 0.05}).make()).startswith(
-        "THE CONTROL FAILED: the baseline against itself"
-    )
+    assert said(planted(tmp_path, effects=EFFECTS | {2048: 0.05})).startswith("THE CONTROL FAILED: the baseline against itself")
 
 
 def test_no_winner_drift_failures_and_other_bits_are_said(tmp_path: Path) -> None:
-    study = planted(tmp_path, effects={1024: 0.0, 2048: 0.0, 4096: "fail"})
-    study.drift, study.different = 0.05, {"tensor": "out", "row": 17, "num_rows": 3, "total_rows": 512}
-    found = findings(study.make())
+    place = {"tensor": "out", "row": 17, "num_rows": 3, "total_rows": 512}
+    found = findings(planted(tmp_path, effects={1024: 0.0, 2048: 0.0, 4096: "fail"}, drift=0.05, different=place))
     text = sentence(found)
     assert "minibatch=1024 is SAME within 2 % against minibatch=2048" in text
     assert "OTHER BITS: out row 17 (3 of 512 rows)" in text
@@ -71,9 +70,7 @@ def test_no_winner_drift_failures_and_other_bits_are_said(tmp_path: Path) -> Non
 
 def test_a_canary_that_drifts_within_comparisons_only_is_said(tmp_path: Path) -> None:
     """Every comparison starts cold and warms up: over the whole study a saw-tooth, within each a drift."""
-    study = planted(tmp_path)
-    study.drift = 0.05
-    found = findings(study.make())
+    found = findings(planted(tmp_path, drift=0.05))
     assert not found.health.drifted
     assert len(found.drifted) == 3
     assert "The canary drifted within 3 of 3 comparisons." in sentence(found)
@@ -81,7 +78,7 @@ def test_a_canary_that_drifts_within_comparisons_only_is_said(tmp_path: Path) ->
 
 
 def test_undecided_says_what_deciding_costs(tmp_path: Path) -> None:
-    text = said(planted(tmp_path, effects={1024: 0.035, 2048: 0.0, 4096: "fail"}, noise=0.06, blocks=16).make())
+    text = said(planted(tmp_path, effects={1024: 0.035, 2048: 0.0, 4096: "fail"}, noise=0.06, blocks=16))
     assert "minibatch=1024 is UNDECIDED" in text
     assert "times the cost, would decide it." in text
 
@@ -90,7 +87,7 @@ def test_strata_are_concluded_one_by_one(tmp_path: Path) -> None:
     def effect(levels):
         return EFFECTS[levels["minibatch"]] if levels["skew"] == "zipf:1.2" else 0.0
 
-    study = Planted(tmp_path, "demo", effect, strata={"skew": ["uniform", "zipf:1.2"]}).make()
+    study = plant(tmp_path, "demo", effect, strata={"skew": ["uniform", "zipf:1.2"]})
     text = said(study)
     assert "At skew=uniform, no configuration is FASTER than minibatch=2048." in text
     assert "At skew=zipf:1.2, minibatch=4096 is best: " in text
@@ -100,27 +97,22 @@ def test_strata_are_concluded_one_by_one(tmp_path: Path) -> None:
 
 
 def test_simulated_and_cpu_times_say_so(tmp_path: Path) -> None:
-    study = planted(tmp_path, blocks=1, noise=0.0)
-    study.notes = ("simulated: machine h200",)
-    text = said(study.make())
+    text = said(planted(tmp_path, blocks=1, noise=0.0, notes=("simulated: machine h200",)))
     assert "Times are simulated, not measured." in text
     assert "minibatch=4096 is best: 5.0 % faster [5.0, 5.0]" in text
-    on_cpu = planted(tmp_path, "cpu")
-    on_cpu.provenance = on_cpu.provenance | {"device": {"cpu": "a processor"}}
-    assert "Measured on a CPU: nothing is said about a GPU." in said(on_cpu.make())
+    on_cpu = planted(tmp_path, "cpu", provenance={"device": {"cpu": "a processor"}})
+    assert "Measured on a CPU: nothing is said about a GPU." in said(on_cpu)
 
 
 def test_higher_is_better_turns_the_ratio(tmp_path: Path) -> None:
-    study = Planted(
-        tmp_path, "rate", lambda levels: EFFECTS[levels["minibatch"]], lower_is_better=False, metrics=("tflops",)
-    ).make()
+    study = plant(tmp_path, "rate", lambda levels: EFFECTS[levels["minibatch"]], lower_is_better=False, metrics=("tflops",))
     verdicts = {row.run.factors["minibatch"]: row.effect.verdict for row in findings(study).rows}
     assert verdicts == {1024: "SLOWER", 4096: "FASTER"}
 
 
 def test_unpaired_runs_get_no_verdict(tmp_path: Path) -> None:
     study = planted(tmp_path, design="grid", baseline={})
-    text = said(study.make())
+    text = said(study)
     assert "this is no verdict" in text
     assert "minibatch=4096" in text
     page = report.render(findings(study))
@@ -140,7 +132,7 @@ class Links(HTMLParser):
 
 
 def test_the_page_opens_offline_and_its_links_lead_to_files(tmp_path: Path) -> None:
-    study = planted(tmp_path).make()
+    study = planted(tmp_path)
     path = report.write(study)
     page = path.read_text()
     assert external_sources(page) == []
@@ -165,28 +157,24 @@ def test_the_page_opens_offline_and_its_links_lead_to_files(tmp_path: Path) -> N
 
 def test_levels_and_messages_never_become_markup(tmp_path: Path) -> None:
     bad = '<img src=x onerror="alert(1)">'
-    study = Planted(
-        tmp_path, "demo", lambda levels: "fail" if levels["mode"] == "c" else 0.0,
-        factors={"mode": [bad, "b", "c"]}, baseline={"mode": "b"},
-    ).make()  # fmt: skip
-    page = report.render(findings(study))
+    settings = {"factors": {"mode": [bad, "b", "c"]}, "baseline": {"mode": "b"}}
+    one, two = (
+        plant(tmp_path, name, lambda levels: "fail" if levels["mode"] == "c" else 0.0, noise_seed=seed, **settings)
+        for seed, name in enumerate(("one", "two"))
+    )
+    page = report.render(findings(one))
     assert bad not in page
     assert "&lt;img src=x" in page
-    notebook = nbformat.read(diff.write(study, planted_like(study, tmp_path), tmp_path / "d.ipynb"), as_version=4)
+    notebook = nbformat.read(diff.write(one, two, tmp_path / "d.ipynb"), as_version=4)
     assert all(bad not in cell.source for cell in notebook.cells if cell.cell_type == "markdown")
     assert all(bad not in output["data"]["text/html"] for cell in notebook.cells for output in cell.get("outputs", []))
 
 
-def planted_like(study: Planted, folder: Path) -> Planted:
-    data = {name: getattr(study.study, name) for name in ("factors", "baseline")}
-    return Planted(folder, "again", study.effect, seed=1, **data).make()
-
-
 def test_difference_of_two_studies(tmp_path: Path) -> None:
-    before = planted(tmp_path, "before").make()
-    after = planted(tmp_path, "after", effects={1024: 0.06, 2048: 0.0, 4096: -0.12}, seed=5)
-    after.provenance = after.provenance | {"csrc": "c2", "device": before.provenance["device"] | {"driver": "590.2"}}
-    found = compare.compare(before, after.make())
+    before = planted(tmp_path, "before")
+    changed = {"csrc": "c2", "device": GPU | {"driver": "590.2"}}
+    after = planted(tmp_path, "after", effects={1024: 0.06, 2048: 0.0, 4096: -0.12}, noise_seed=5, provenance=changed)
+    found = compare.compare(before, after)
     assert {shift.levels: shift.verdict for shift in found.shifts} == {"minibatch=1024": "SAME", "minibatch=4096": "FASTER"}
     moved = next(shift for shift in found.shifts if shift.verdict == "FASTER")
     assert moved.low < 0.88 / 0.95 < moved.high
@@ -205,8 +193,21 @@ def test_difference_of_two_studies(tmp_path: Path) -> None:
         diff.write(before, after, path)
 
 
+@pytest.mark.slow
+def test_the_difference_notebook_computes_what_it_shows(tmp_path: Path) -> None:
+    from nbclient import NotebookClient
+
+    one, two = planted(tmp_path, "one"), planted(tmp_path, "two", noise_seed=3)
+    shown = nbformat.read(diff.write(one, two, tmp_path / "d.ipynb"), as_version=4)
+    again = nbformat.read(tmp_path / "d.ipynb", as_version=4)
+    NotebookClient(again, timeout=120, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    pairs = [(a, b) for a, b in zip(shown.cells, again.cells, strict=True) if a.get("outputs")]
+    assert len(pairs) == 3
+    assert all(a.outputs[0]["data"]["text/html"] == b.outputs[0]["data"]["text/html"] for a, b in pairs)
+
+
 def test_equal_studies_differ_in_nothing(tmp_path: Path) -> None:
-    found = compare.compare(planted(tmp_path, "one").make(), planted(tmp_path, "two", seed=9).make())
+    found = compare.compare(planted(tmp_path, "one"), planted(tmp_path, "two", noise_seed=9))
     assert found.changes == ()
     assert {shift.verdict for shift in found.shifts} == {"SAME"}
     notebook = nbformat.read(diff.write(found.before.study, found.after.study, tmp_path / "same.ipynb"), as_version=4)
@@ -215,16 +216,7 @@ def test_equal_studies_differ_in_nothing(tmp_path: Path) -> None:
 
 def test_a_slower_machine_is_no_effect(tmp_path: Path) -> None:
     """The second day everything takes 10 % longer, canary included: effects stand, absolute times cancel."""
-    before, after = planted(tmp_path, "one").make(), planted(tmp_path, "two", seed=9)
-    base = after._values
-    after._values = lambda change: lambda arms: 1.1 * base(change)(arms)
-    after.make()
-    for run in after.made:
-        columns = run.guards(after.folder)
-        run.file(after.folder, "guards").unlink()
-        tables.write(run.file(after.folder, "guards"), columns | {"canary_ns": 1.1 * columns["canary_ns"]}, tables.GUARDS)
-    after.made = [run.replace(metrics={"forward_ms": 1.1 * run.metrics["forward_ms"]}) for run in after.made]
-    found = compare.compare(before, after)
+    found = compare.compare(planted(tmp_path, "one"), planted(tmp_path, "two", noise_seed=9, slower=1.1))
     assert {shift.verdict for shift in found.shifts} == {"SAME"}
     assert all(shift.absolute == pytest.approx(1, rel=0.01) for shift in found.shifts)
     assert [change.what for change in found.changes] == ["canary kernel, µs"]
@@ -248,30 +240,34 @@ def test_differences_are_rarely_called_real_when_nothing_changed(tmp_path: Path)
 
 
 def test_studies_that_cannot_be_compared_are_named(tmp_path: Path) -> None:
-    one = planted(tmp_path, "one").make()
+    one = planted(tmp_path, "one")
     with pytest.raises(InputError, match="one metric"):
-        compare.compare(one, planted(tmp_path, "two", metrics=("step_ms",)).make())
-    with pytest.raises(InputError, match="two is not paired"):
-        compare.compare(one, planted(tmp_path, "two", design="grid", baseline={}, metrics=("forward_ms",)))
+        compare.compare(one, planted(tmp_path, "two", metrics=("step_ms",)))
+    with pytest.raises(InputError, match="four is not paired"):
+        compare.compare(one, planted(tmp_path, "four", design="grid", baseline={}))
     with pytest.raises(InputError, match="ipynb"):
         diff.write(one, one, tmp_path / "x.html")
     with pytest.raises(InputError, match="holds no study"):
-        diff.write(one, planted(tmp_path, "three"), tmp_path / "x.ipynb")
+        diff.write(one, one.replace(name="three"), tmp_path / "x.ipynb")
 
 
 def test_the_live_table_fills(tmp_path: Path) -> None:
-    study = planted(tmp_path).make()
-    every = study.made
-    study.made = every[:1]
+    study = planted(tmp_path)
+    later = [Ledger(study.folder).load(f"{index:016x}")[0] for index in (1, 2)]
+    for run in later:
+        (study.folder / run.key / "run.json").unlink()
+    account(study, "running")
     looker = live.Looker(study)
     early = looker.look()
     assert early.share == pytest.approx(1 / 3)
-    assert early.line == "1 of 3 runs, about 42 s left, 2 s spent (2 s of GPU), running"
-    assert early.running
+    assert early.line == "1 of 3 runs, 2 s spent (2 s of GPU), interrupted"
+    assert not early.running  # its driver is gone
     assert not early.finished
     assert "SLOWER" in early.body
     assert early.body.count("no blocks yet") == 2 * 2  # two rows, each with a picture and its text
-    study.made = every
+    for run in later:
+        Ledger(study.folder).write(run)
+    account(study)
     late = looker.look()
     assert late.finished
     assert (late.share, late.colour) == (1.0, "success")
@@ -279,7 +275,7 @@ def test_the_live_table_fills(tmp_path: Path) -> None:
 
 
 def test_the_live_table_shows_failures(tmp_path: Path) -> None:
-    seen = live.Looker(planted(tmp_path, effects=EFFECTS | {4096: "fail"}).make()).look()
+    seen = live.Looker(planted(tmp_path, effects=EFFECTS | {4096: "fail"})).look()
     assert seen.colour == "warning"
     assert "<b>hang</b> at minibatch=4096: no &lt;answer&gt; in 30 s" in seen.body
 
