@@ -47,6 +47,7 @@ from mok.cli.options import (
 from mok.cli.output import AsJson, emit
 from mok.cli.output import table as show_table
 from mok.cli.study import study_app
+from mok.cli.views import open_page, report
 from mok.errors import MokError, require
 
 EXIT_WRONG = 1
@@ -62,6 +63,8 @@ app.add_typer(routing_app, name="routing")
 app.add_typer(bench_app, name="bench")
 app.add_typer(study_app, name="study")
 app.command()(certify)
+app.command("open")(open_page)
+app.command()(report)
 
 
 class _Interrupted(BaseException):

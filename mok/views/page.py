@@ -18,7 +18,8 @@ body { margin: 0 auto; max-width: 1280px; padding: 16px; background: var(--jp-la
 h1 { font-size: 22px; } h2 { font-size: 17px; margin-top: 28px; border-bottom: 1px solid var(--jp-layout-color2); }
 table { border-collapse: collapse; } caption { text-align: left; font-weight: 600; padding: 4px 0; }
 th, td { text-align: left; vertical-align: top; padding: 3px 10px; border-bottom: 1px solid var(--jp-layout-color2);
-  overflow-wrap: anywhere; }
+  overflow-wrap: break-word; max-width: 70ch; }
+th { white-space: nowrap; }
 .scroll { overflow-x: auto; } a { color: var(--link); } figure { margin: 8px 0; } figcaption { color: var(--jp-ui-font-color2); }
 figure svg { max-width: 100%; height: auto; }
 """
@@ -32,7 +33,7 @@ def escaped(text: object) -> str:
 def script(*, with_timeline: bool = True, boot: str = "") -> str:
     """The timeline's module and what starts it, as one inline module script."""
     parts = [(_TIMELINE / name).read_text(encoding="utf-8") for name in ("timeline.js", "page.js")] if with_timeline else []
-    return f'<script type="module">\n{"".join(parts)}\n{boot}\n</script>'
+    return f'<script type="module">\n{"".join(parts)}\n{{\n{boot}\n}}\n</script>'
 
 
 def document(title: str, body: str, *, scripts: str = "", connect: str = "'none'") -> str:

@@ -47,6 +47,10 @@ _COLOURS = {
     "communication": "#E69F00",
     "no second tile": "#D9D9D9",
     "idle": "#F5F5F5",
+    "mma": "#0072B2",
+    "load": "#56B4E9",
+    "epilogue": "#009E73",
+    "quantize": "#F0E442",
     "kernel": "#999999",
     "host": "#999999",
 }
@@ -60,7 +64,7 @@ def name_colour(name: str) -> str:
     """The colour of a span name or category, the same in every figure."""
     if name.startswith("wait"):
         return _ROW_WAIT if name in ("wait x_ready", "wait dy_ready", "wait rows") else _OTHER_WAIT
-    return _COLOURS.get(name, "#999999")
+    return _COLOURS.get(name) or _COLOURS.get(name.split()[-1] if name.split() else "", "#999999")
 
 
 def lanes_figure(picture: Raster, title: str, label: str) -> go.Figure:

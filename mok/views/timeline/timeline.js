@@ -839,7 +839,7 @@ function toHex(text) {
 const FONT = "11px system-ui, sans-serif";
 
 function clipped(context, text, width) {
-	const most = Math.floor(width / 5.6);
+	const most = Math.floor(width / 6.2);
 	return text.length <= most ? text : most > 2 ? `${text.slice(0, most - 1)}\u2026` : "";
 }
 
