@@ -47,6 +47,7 @@ from mok.cli.options import (
 from mok.cli.output import AsJson, emit
 from mok.cli.output import table as show_table
 from mok.cli.study import study_app
+from mok.cli.trace import trace_app
 from mok.cli.views import open_page, report
 from mok.errors import MokError, require
 
@@ -62,6 +63,7 @@ routing_app = typer.Typer(rich_markup_mode=None)
 app.add_typer(routing_app, name="routing")
 app.add_typer(bench_app, name="bench")
 app.add_typer(study_app, name="study")
+app.add_typer(trace_app, name="trace")
 app.command()(certify)
 app.command("open")(open_page)
 app.command()(report)

@@ -180,6 +180,8 @@ def _through_torch(watch: SyncWatch) -> Iterator[None]:
             raise
         where = traceback.extract_tb(error.__traceback__)
         user = [frame for frame in where if not _inside_torch(frame.filename)]
+        if watch.calls:  # the Python function that waited is noted already
+            return
         line = f"{user[-1].filename}:{user[-1].lineno} in {user[-1].name}" if user else "an unknown line"
         watch.calls.append(BlockingCall("a synchronizing CUDA operation of PyTorch", CLASSES[EXPLICIT], line))
     finally:
