@@ -25,6 +25,7 @@ import numpy.typing as npt
 from mok.errors import InputError, require
 from mok.parquet import connection, quoted
 from mok.trace.columns import NO_VALUE
+from mok.trace.read import sqlite_pages
 
 if TYPE_CHECKING:
     import duckdb
@@ -37,6 +38,7 @@ MAX_CELL_BYTES = 64 << 20
 MAX_ROWS = 1 << 27
 MAX_TABLES = 4096
 _CHUNK = 20_000
+_WORTH_BYTES = 1 << 18  # smaller files are read through SQL in no time
 _MIN_ROW_BYTES = 4  # a row takes a cell pointer, its length and its id: more rows than the file has room for is a trick
 _VERSION = re.compile(r"(.+?)_V(\d+)")
 _INT64 = range(-(1 << 63), 1 << 63)
@@ -104,12 +106,32 @@ class SqliteTables(Tables):
     def ints(self, table: str, columns: Sequence[str]) -> dict[str, I64]:
         """See `Tables.ints`. A table that breaks off keeps its whole rows; the break is flagged."""
         wanted = [column for column in columns if column in self.columns(table)]
+        quick = self._from_pages(table, wanted)
+        if quick is not None:
+            return quick
         parts: list[list[I64]] = [[] for _ in wanted]
         for rows in self._chunks(table, [f"ifnull({_name(column)}, {NO_VALUE + 1} - 1)" for column in wanted]):
             for part, values in zip(parts, zip(*rows, strict=True), strict=bool(rows)):
                 part.append(strict_ints(values, self.flag))
         none = np.zeros(0, np.int64)
         return {column: np.concatenate([none, *part]) for column, part in zip(wanted, parts, strict=True)}
+
+    def _from_pages(self, table: str, wanted: Sequence[str]) -> dict[str, I64] | None:
+        """The same without SQL, where the table's pages are plain; see `sqlite_pages`."""
+        if not wanted or self.path.stat().st_size < _WORTH_BYTES:
+            return None
+        name = self.actual[table]
+        try:
+            ((root,),) = self.connection.execute("SELECT rootpage FROM sqlite_master WHERE type = 'table' AND name = ?", (name,))
+            layout = self.connection.execute(f"PRAGMA table_xinfo({_name(name)})").fetchall()
+        except (sqlite3.Error, ValueError):
+            return None
+        # a key column may be the row id itself, a hidden one (generated) may not be stored
+        if not isinstance(root, int) or any(column[5] or column[6] for column in layout):
+            return None
+        index = {column[1]: at for at, column in enumerate(layout)}
+        found = sqlite_pages.read_ints(self.path, root, len(layout), [index[column] for column in wanted])
+        return None if found is None else dict(zip(wanted, found, strict=True))
 
     def rows(self, table: str, columns: Sequence[str]) -> Iterator[tuple[Any, ...]]:
         """See `Tables.rows`."""
