@@ -73,7 +73,7 @@ def fit(start: I64, end: I64, other_start: I64, other_end: I64) -> Clock:
         offset_ns=base + round(float(guess[0])),
         drift_ppm=float(guess[1]) / half * 1e6,
         at_ns=at,
-        uncertainty_ns=int(np.ceil(reach)) + 1,
+        uncertainty_ns=int(np.ceil(reach + slack)) + 1,
         spread_ns=int(np.median(np.abs(ends - guess[0] - guess[1] * x_lower))),
         slack_ns=int(slack),
         num_anchors=len(start),
