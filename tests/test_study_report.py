@@ -1,5 +1,6 @@
 """What a study says in the end: the sentence, the page, the difference of two studies, the live table."""
 
+import asyncio
 import math
 from html.parser import HTMLParser
 from pathlib import Path
@@ -289,3 +290,12 @@ def test_pictures_say_what_they_show() -> None:
     assert view.series_svg([math.nan], "x", "s") == ""
     assert "3 readings, lowest 1, median 2, highest 3 ms" in view.series_svg([1.0, math.nan, 3.0, 2.0], "x", "ms")
     assert "1 readings" in view.series_svg([7.0], "x", "ms")
+
+
+def test_waiting_for_a_study_ends_when_nobody_works_on_it(tmp_path: Path) -> None:
+    study = planted(tmp_path)
+    assert asyncio.run(live.finished(study))["state"] == "done"
+    account(study, "running")  # but no driver holds the lock: it died
+    assert asyncio.run(live.finished(study))["state"] == "interrupted"
+    with pytest.raises(InputError, match="never started"):
+        asyncio.run(live.finished(study.replace(name="other")))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import html
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ from mok.ablate import report
 from mok.ablate.conclude import Row, level_text, levels_text, records, rows_of
 from mok.ablate.intervals import F64
 from mok.ablate.parameters import canonical
-from mok.errors import InputError
+from mok.errors import InputError, require
 from mok.views import study as view
 from mok.views.study import Line
 from mok.views.watch import Glance
@@ -28,6 +29,23 @@ def watch(study: Study) -> Any:
     """The widget: one bar with time left and cost, the table filling with intervals, failures, Stop and Resume."""
     looker = Looker(study)
     return follow(looker.look, study.request_stop, study.start, study.name)
+
+
+async def finished(study: Study, *, poll_s: float = 0.5) -> dict[str, Any]:
+    """Wait until no driver works on `study` and return its last status; a notebook's cell awaits this.
+
+    Returns too when somebody pressed Stop or the driver died: what there is can be reported. Awaiting, not sleeping, keeps
+    the kernel able to hear the widget's buttons while the cell runs (ipykernel 7; older ones hear them afterwards).
+    Raises InputError when the study cannot be planned or was never started.
+    """
+    while True:
+        status = study.status()
+        if not status["counts"]:
+            raise InputError(f"{study.name} cannot be planned: {status['reason']}")
+        require(status["state"] != "new", f"{study.name} was never started; call study.start() or study.run() first.")
+        if status["state"] not in LIVE or not status["host_alive"]:
+            return status
+        await asyncio.sleep(poll_s)
 
 
 class Looker:
