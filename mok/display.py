@@ -17,6 +17,13 @@ _VIEW_MODULES: dict[str, str] = {
     "Measurement": "mok.views.measure",
     "AcceptanceReport": "mok.views.measure",
     "Certificate": "mok.views.certify",
+    "Prediction": "mok.views.shown",
+    "RecordedRouting": "mok.views.shown",
+    "Routing": "mok.views.shown",
+    "RoutingHistory": "mok.views.shown",
+    "RoutingStats": "mok.views.shown",
+    "Trace": "mok.views.shown",
+    "Capture": "mok.views.capture",
 }
 
 
