@@ -45,6 +45,11 @@ __all__ = [
 ]
 
 
+def load_ipython_extension(shell: Any) -> None:
+    """`%load_ext mok` in a notebook: registers `%%mok_capture`."""
+    importlib.import_module("mok.magics").load_ipython_extension(shell)
+
+
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)

@@ -28,7 +28,7 @@ FORWARD = [
     megakernel.defines(combine=combine, mxfp8=mxfp8, trace=trace)
     for combine, mxfp8, trace in itertools.product(("comm", "epilogue"), (False, True), (False, True))
 ]
-SMALL = [("schedule.cu", {}), ("quantize.cu", {}), ("barrier.cu", {})] + [
+SMALL = [("schedule.cu", {}), ("quantize.cu", {}), ("barrier.cu", {}), ("probe.cu", {})] + [
     ("epilogue.cu", {"MOK_TOPK": k, "MOK_WEIGHTED": w}) for k, w in ((1, 1), (8, 1), (9, 1), (8, 0))
 ]
 NEEDED = ("HGMMA.64x256x16.F32.BF16", "UTMALDG.2D", "UTMALDG.3D.MULTICAST", "UBLKCP", "USETMAXREG")

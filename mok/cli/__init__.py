@@ -20,6 +20,7 @@ import typer
 
 import mok
 from mok.cli.bench import bench_app
+from mok.cli.capture import capture_app
 from mok.cli.certify import certify
 from mok.cli.options import (
     CapacityMultiplier,
@@ -62,6 +63,7 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions
 routing_app = typer.Typer(rich_markup_mode=None)
 app.add_typer(routing_app, name="routing")
 app.add_typer(bench_app, name="bench")
+app.add_typer(capture_app, name="capture")
 app.add_typer(study_app, name="study")
 app.add_typer(trace_app, name="trace")
 app.command()(certify)

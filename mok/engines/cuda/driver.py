@@ -9,9 +9,11 @@ no Python object is built per scalar, and a launch can be captured into a CUDA g
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import ctypes
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,8 +24,22 @@ from mok.errors import CapabilityError, InputError, MokError
 Tensor = torch.Tensor
 
 
+Around = Callable[[str], contextlib.AbstractContextManager[Any]]
+_around: contextvars.ContextVar[Around | None] = contextvars.ContextVar("mok_around_launch", default=None)
+
+
 class DriverError(MokError, RuntimeError):
     """A CUDA driver call failed; the message names the call and the driver's reason."""
+
+
+@contextlib.contextmanager
+def around_launches(manager: Around) -> Iterator[None]:
+    """Enter `manager(kernel name)` around every launch inside the block: how a profiler's range gets a kernel's name."""
+    token = _around.set(manager)
+    try:
+        yield
+    finally:
+        _around.reset(token)
 
 
 def call(name: str, *args: Any) -> Any:
@@ -71,6 +87,7 @@ class Kernel:
         self.device = torch.cuda.current_device() if device is None else device
         self._module = call("cuModuleLoadData", code)
         self.function = call("cuModuleGetFunction", self._module, name.encode())
+        self.name = name
         self.shared_bytes = shared_bytes
         if shared_bytes > 48 * 1024:
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -82,7 +99,9 @@ class Kernel:
         at = ctypes.addressof(pointers)
         with torch.cuda.device(self.device):
             stream = torch.cuda.current_stream(self.device).cuda_stream
-            call("cuLaunchKernel", self.function, grid, 1, 1, block, 1, 1, self.shared_bytes, stream, at, 0)
+            around = _around.get()
+            with around(self.name) if around is not None else contextlib.nullcontext():
+                call("cuLaunchKernel", self.function, grid, 1, 1, block, 1, 1, self.shared_bytes, stream, at, 0)
 
 
 @functools.cache

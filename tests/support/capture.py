@@ -1,0 +1,43 @@
+"""Fake profilers on PATH for a test, and the proof that a capture left no process behind."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def install(folder: Path, name: str, script: str) -> Path:
+    """An executable `name` that runs tests/support/<script> with this Python."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / name
+    path.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{ROOT / "tests" / "support" / script}" "$@"\n')
+    path.chmod(0o755)
+    return path
+
+
+def marked() -> set[int]:
+    """Living processes that carry a capture's mark, this one aside."""
+    found = set()
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (entry / "environ").read_bytes().split(b"\0")
+            state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            continue
+        if state != "Z" and int(entry.name) != os.getpid() and any(word.startswith(b"MOK_CAPTURE_MARK=") for word in words):
+            found.add(int(entry.name))
+    return found
+
+
+def nobody_left(before: set[int], wait_s: float = 2.0) -> bool:
+    """True once no process with a capture's mark is left that was not there before."""
+    end = time.monotonic() + wait_s
+    while time.monotonic() < end:
+        if not marked() - before:
+            return True
+        time.sleep(0.05)
+    return False
