@@ -185,6 +185,7 @@ class Driver:
             metrics=list(self.study.metrics),
             device=self.plan.device,
             context={"seed": seed, "num_comparisons": self.plan.num_comparisons, "bits": self.study.bits},
+            imports=list(self.study.imports),
             timeout_s=self.study.timeout_s,
         )
 

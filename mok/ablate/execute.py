@@ -78,7 +78,7 @@ def execute(job: Job, pool: Pool, stop: threading.Event, on_cell: Callable[[int,
         return failed(failures.made("error", f"this run was planned for {job.device!r}, and this machine is {here!r}."))
     kernel: Kernel | None = None
     try:
-        kernel = pool.take(Path(job.cwd), job.environment, cold=job.cold)
+        kernel = pool.take(Path(job.cwd), job.environment, job.imports, cold=job.cold)
         kernel.ask("begin", {**job.context, "folder": str(folder), "key": job.key})
     except KernelError as error:
         if kernel is not None:
@@ -93,7 +93,7 @@ def execute(job: Job, pool: Pool, stop: threading.Event, on_cell: Callable[[int,
     notebook = session.notebook
     payload = emit.read(notebook) if notebook is not None else None
     failure = _judge(job, payload, ended, watch, kernel, notebook, failures.oom_kills() - kills)
-    facts["dirty"] = pool.give(kernel, job.environment, suspect=failure.kind if failure and failure.kind in ENDS_KERNEL else None)
+    facts["dirty"] = pool.give(kernel, suspect=failure.kind if failure and failure.kind in ENDS_KERNEL else None)
     files = {} if notebook is None else {"notebook": _save(notebook, job, folder)}
     if failure is None and payload is not None:
         found, missing = _claimed(payload, folder)

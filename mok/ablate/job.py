@@ -19,7 +19,7 @@ class Job:
 
     folder: where its files go (the attempt's own folder, absolute). notebook: snapshot of the source; cwd: the folder the
     cells run in. parameters: all of them. metrics: those that must come back. device: device class it was planned for.
-    cold: in a fresh kernel. context: what `mok.ablate.emit.Context` takes.
+    imports: modules a warm kernel has loaded. cold: in a fresh kernel. context: what `mok.ablate.emit.Context` takes.
     """
 
     study: str
@@ -33,6 +33,7 @@ class Job:
     device: str
     context: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
+    imports: list[str] = field(default_factory=list)
     timeout_s: float | None = None
     cold: bool = False
 

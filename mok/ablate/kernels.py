@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from queue import Empty
 from typing import Any
@@ -34,16 +34,20 @@ class KernelError(MokError):
 
 
 class Kernel:
-    """One warm IPython kernel in `cwd` with `environment` over this process's own. Raises KernelError if it does not start."""
+    """One IPython kernel in `cwd` with `environment` over this process's own and `imports` loaded.
 
-    def __init__(self, cwd: Path, environment: Mapping[str, str]) -> None:
+    Raises KernelError if it does not start.
+    """
+
+    def __init__(self, cwd: Path, environment: Mapping[str, str], imports: Sequence[str] = ()) -> None:
         from jupyter_client.kernelspec import KernelSpec
         from jupyter_client.manager import AsyncKernelManager
         from jupyter_core.utils import run_sync
         from traitlets.config import Config
 
         start = time.monotonic()
-        self.cwd, self.uses, self.returncode = cwd, 0, None
+        self.place = place(cwd, environment, imports)
+        self.uses, self.returncode = 0, None
         self.folder = socket_folder()
         self.log = self.folder / "kernel.log"
         self.stacks = self.folder / "stacks.txt"
@@ -71,7 +75,7 @@ class Kernel:
             self.client.start_channels()
             run_sync(self.client.wait_for_ready)(timeout=START_TIMEOUT_S)
             self.client.allow_stdin = False
-            self.facts: dict[str, Any] = self.ask("prepare", os.getpid(), str(self.stacks))
+            self.facts: dict[str, Any] = self.ask("prepare", os.getpid(), str(self.stacks), list(imports))
         except BaseException as error:
             self.close()
             if isinstance(error, Exception):
@@ -178,40 +182,39 @@ class Watchdog:
                 self._kernel.send(signal.SIGINT)
 
 
+def place(cwd: Path, environment: Mapping[str, str], imports: Sequence[str]) -> str:
+    """What two runs must share to share a kernel, as one text."""
+    return json.dumps([str(cwd), dict(environment), list(imports)], sort_keys=True)
+
+
 class Pool:
-    """Warm kernels of one process, one per (folder, environment); a dirty, dead or suspect one is replaced."""
+    """Warm kernels of one process, one per folder, environment and imports; a dirty, dead or suspect one is replaced."""
 
     def __init__(self) -> None:
-        self._kept: dict[tuple[str, str], Kernel] = {}
+        self._kept: dict[str, Kernel] = {}
 
-    @staticmethod
-    def _key(cwd: Path, environment: Mapping[str, str]) -> tuple[str, str]:
-        return str(cwd), json.dumps(dict(environment), sort_keys=True)
-
-    def take(self, cwd: Path, environment: Mapping[str, str], *, cold: bool = False) -> Kernel:
-        """A clean kernel, warm if there is one; `cold`: a fresh one in any case."""
-        kept = None if cold else self._kept.pop(self._key(cwd, environment), None)
+    def take(self, cwd: Path, environment: Mapping[str, str], imports: Sequence[str] = (), *, cold: bool = False) -> Kernel:
+        """A clean kernel, warm if there is one; `cold`: a fresh one in any case. Raises KernelError."""
+        kept = None if cold else self._kept.pop(place(cwd, environment, imports), None)
         if kept is not None and kept.poll() is None:
             return kept
         if kept is not None:
             kept.close()
-        return Kernel(cwd, environment)
+        return Kernel(cwd, environment, imports)
 
-    def give(self, kernel: Kernel, environment: Mapping[str, str], *, suspect: str | None = None) -> list[str]:
-        """Take a kernel back. Returns why it was thrown away; empty when it was clean and is kept."""
+    def give(self, kernel: Kernel, *, suspect: str | None = None) -> list[str]:
+        """Take a kernel back. Returns why it was thrown away; empty when it was clean and is kept, or was one too many."""
         dirty = [suspect] if suspect else []
-        key = self._key(kernel.cwd, environment)
-        if not dirty and key in self._kept:
-            dirty.append("another kernel is kept already")
+        spare = kernel.place in self._kept
         if not dirty:
             try:
                 dirty = list(kernel.ask("reset"))
             except KernelError as error:
                 dirty = [str(error)]
-        if dirty:
+        if dirty or spare:
             kernel.close()
         else:
-            self._kept[key] = kernel
+            self._kept[kernel.place] = kernel
         return dirty
 
     def pids(self) -> list[int]:

@@ -54,7 +54,8 @@ class Study:
     resolution, alpha, min_blocks, max_blocks: the stop rule (`mok.ablate.sequential`); burst: samples per position.
     bits "equal": other bits than the baseline's are a wrong answer. timeout_s: of one run. retries: failure class ->
     tries beyond the first. budget: runs, wall_s or gpu_s to spend in one call of `run`. cold_checks: finished runs
-    repeated in a fresh kernel to prove that warm ones do not lie. executor: a name or {"kind": name, options}.
+    repeated in a fresh kernel to prove that warm ones do not lie. imports: modules a warm kernel loads once, before
+    the first run. executor: a name or {"kind": name, options}.
     device: device class to expect where the runs happen elsewhere (slurm); default: this machine's.
     """
 
@@ -80,6 +81,7 @@ class Study:
     retries: Mapping[str, int] = field(default_factory=lambda: dict(DEFAULT_RETRIES))
     budget: Mapping[str, float] = field(default_factory=dict)
     cold_checks: int = 1
+    imports: Sequence[str] = ("torch", "mok.measure")
     executor: str | Mapping[str, Any] = "inline"
     device: str | None = None
     root: str = "runs"
@@ -104,7 +106,10 @@ class Study:
             bool(metrics) and all(isinstance(metric, str) and metric for metric in metrics) and len(set(metrics)) == len(metrics)
         )
         require(good, f"metrics are one or more different names, got {self.metrics!r}.")
-        self._set(metrics=metrics)
+        imports = tuple(self.imports) if not isinstance(self.imports, str) else (self.imports,)
+        good = all(isinstance(name, str) and all(part.isidentifier() for part in name.split(".")) for name in imports)
+        require(good, f"imports are names of modules, got {self.imports!r}.")
+        self._set(metrics=metrics, imports=imports)
         self._check_numbers()
         for kind, count in self.retries.items():
             if kind not in KINDS:
@@ -173,7 +178,7 @@ class Study:
             data[what] = {
                 name: levels.to_dict() if isinstance(levels, Range) else list(levels) for name, levels in data[what].items()
             }
-        data["metrics"] = list(self.metrics)
+        data |= {"metrics": list(self.metrics), "imports": list(self.imports)}
         return data
 
     @classmethod

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
+import importlib
 import os
 import random
 import signal
@@ -22,32 +23,31 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from mok.ablate import emit
+from mok.ablate import emit, warm_torch
 
 WATCHED_PACKAGES = ("mok", "torch", "numpy")
 DEEP_PACKAGES = ("mok",)  # every module of these; of the others the top module and a few that people patch
 DEEP_MODULES = ("torch.nn.functional", "torch.cuda", "torch.distributed", "random", "time")
 POLL_S = 0.25
-DEVICE_SLACK_BYTES = 256 << 20
 
 _state: dict[str, Any] = {}
 
 
-def prepare(parent: int, stacks: str) -> dict[str, Any]:
+def prepare(parent: int, stacks: str, imports: list[str]) -> dict[str, Any]:
     """Import what runs need, note the clean state, tie this process's life to `parent`. Returns facts about the kernel.
 
-    stacks: file that SIGUSR2 writes every thread's Python stack to: what a hang was doing.
+    stacks: file that SIGUSR2 writes every thread's Python stack to: what a hang was doing. imports: modules to load once,
+    here, so that no run pays for them.
     """
     start = time.monotonic()
     threading.Thread(target=_lifeline, args=(parent,), name="mok-lifeline", daemon=True).start()
     _state["stacks"] = open(stacks, "w", encoding="utf-8")  # noqa: SIM115  (faulthandler needs it open for ever)
     faulthandler.register(signal.SIGUSR2, file=_state["stacks"], all_threads=True)
     import numpy as np
-    import torch
     from IPython import get_ipython
 
-    from mok import measure  # noqa: F401  (imported once, here, so that no run pays for it)
-
+    for name in imports:
+        importlib.import_module(name)
     shell = get_ipython()
     if shell is not None:
         shell.reset(new_session=True)
@@ -62,9 +62,7 @@ def prepare(parent: int, stacks: str) -> dict[str, Any]:
         handlers={number: signal.getsignal(number) for number in _signals()},
         random=random.getstate(),
         numpy=np.random.get_state(),
-        torch=torch.get_rng_state(),
-        switches=_switches(),
-        device_bytes=_device_bytes(),
+        torch=warm_torch.capture(),
         streams=(sys.stdout, sys.stderr),
     )
     gc.collect()
@@ -99,36 +97,6 @@ def _signals() -> list[signal.Signals]:
     return [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGALRM]
 
 
-def _switches() -> dict[str, Any]:
-    import torch
-
-    return {
-        "num_threads": torch.get_num_threads(),
-        "default_dtype": torch.get_default_dtype(),
-        "grad": torch.is_grad_enabled(),
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "matmul_precision": torch.get_float32_matmul_precision(),
-        "tf32": (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32),
-        "benchmark": torch.backends.cudnn.benchmark,
-        "denormal": float(torch.tensor(1e-45) * 1) == 0.0,
-    }
-
-
-def _set_switches(wanted: dict[str, Any]) -> None:
-    import torch
-
-    if torch.get_num_threads() != wanted["num_threads"]:
-        torch.set_num_threads(wanted["num_threads"])
-    torch.set_default_dtype(wanted["default_dtype"])
-    torch.set_grad_enabled(wanted["grad"])
-    torch.use_deterministic_algorithms(wanted["deterministic"])
-    if torch.get_float32_matmul_precision() != wanted["matmul_precision"]:
-        torch.set_float32_matmul_precision(wanted["matmul_precision"])
-    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = wanted["tf32"]
-    torch.backends.cudnn.benchmark = wanted["benchmark"]
-    torch.set_flush_denormal(wanted["denormal"])
-
-
 def _watched(name: str) -> bool:
     return name.partition(".")[0] in DEEP_PACKAGES or name in WATCHED_PACKAGES or name in DEEP_MODULES
 
@@ -144,15 +112,6 @@ def _functions() -> dict[str, dict[str, Any]]:
 
 def _is_code(value: Any) -> bool:
     return isinstance(value, types.FunctionType | types.BuiltinFunctionType | type)
-
-
-def _device_bytes() -> int:
-    import torch
-
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return 0
-    torch.cuda.synchronize()
-    return int(torch.cuda.memory_allocated())
 
 
 def _clear_namespace(dirty: list[str]) -> None:
@@ -173,7 +132,6 @@ def _clear_namespace(dirty: list[str]) -> None:
 
 def _restore(dirty: list[str]) -> None:
     import numpy as np
-    import torch
 
     os.chdir(_state["cwd"])
     if dict(os.environ) != _state["environment"]:
@@ -183,26 +141,20 @@ def _restore(dirty: list[str]) -> None:
     warnings.filters[:] = _state["filters"]  # type: ignore[index]
     random.setstate(_state["random"])
     np.random.set_state(_state["numpy"])
-    torch.set_rng_state(_state["torch"])
-    _set_switches(_state["switches"])
     if (sys.stdout, sys.stderr) != _state["streams"]:
         sys.stdout, sys.stderr = _state["streams"]
     for number, handler in _state["handlers"].items():
         if signal.getsignal(number) is not handler and handler is not None:
             with contextlib.suppress(ValueError):  # not the main thread: verified below by what is left
                 signal.signal(number, handler)
-    from mok.functional import clear_workspace_cache
-
-    clear_workspace_cache()
+    functional = sys.modules.get("mok.functional")
+    if functional is not None:
+        functional.clear_workspace_cache()
     gc.collect()
     if len(sys.modules) != _state["num_modules"]:  # imported since: theirs is no garbage, and need not be scanned again
         _state["num_modules"] = len(sys.modules)
         gc.freeze()
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        try:
-            torch.cuda.synchronize()
-        except RuntimeError as error:  # a kernel that ended badly shows here
-            dirty.append(f"device: {str(error).splitlines()[0]}")
+    dirty += warm_torch.restore(_state["torch"])
 
 
 def _verify(dirty: list[str]) -> None:
@@ -214,18 +166,6 @@ def _verify(dirty: list[str]) -> None:
         if changed:
             dirty.append(f"{name}.{changed[0]} was replaced")
     before |= {name: found for name, found in now.items() if name not in before}  # imported since: watched from here on
-    if _switches() != _state["switches"]:
-        dirty.append("torch's switches could not be put back")
-    inputs = sys.modules.get("mok.ablate.inputs")
-    allowed = _state["device_bytes"] + DEVICE_SLACK_BYTES
-    if inputs is not None:
-        damaged = inputs.damaged()
-        if damaged:
-            dirty.append(f"{damaged} kept inputs were overwritten")
-        allowed += inputs.kept_bytes("cuda")
-    held = 0 if any(line.startswith("device:") for line in dirty) else _device_bytes()
-    if held > allowed:
-        dirty.append(f"{held - allowed} bytes of device memory are still held")
 
 
 def _is_new(thread: threading.Thread) -> bool:
@@ -242,9 +182,7 @@ def _children() -> list[int]:
         with contextlib.suppress(OSError):
             for pid in entry.read_text(encoding="ascii").split():
                 with contextlib.suppress(OSError):
-                    if (
-                        Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()[0]
-                        != "Z"
-                    ):
+                    state = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()[0]
+                    if state != "Z":
                         found.append(int(pid))
     return found

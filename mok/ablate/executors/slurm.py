@@ -44,10 +44,11 @@ class Task:
         folder = Path(self.folder)
         command = [sys.executable, "-m", "mok.ablate.worker", "--job", str(folder / "job.json"), "--outcome", PENDING]
         self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
-        code = self._process.wait()
+        while self._process.poll() is None:  # not `wait`: it holds a lock that `checkpoint`, a signal handler, would need
+            time.sleep(0.1)
         if (folder / PENDING).exists():
             (folder / PENDING).replace(folder / "outcome.json")
-        return f"exit code {code}"
+        return f"exit code {self._process.returncode}"
 
     def checkpoint(self) -> Any:
         """Interrupt the cells, keep what they printed, and ask for the same run again."""

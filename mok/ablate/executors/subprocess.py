@@ -6,6 +6,7 @@ other's times: use several workers for simulations, or one per GPU.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -45,12 +46,14 @@ class _Worker:
                 env={**os.environ, **environment},
                 start_new_session=True,  # Ctrl-C is for the driver, which asks the workers itself
             )
-        threading.Thread(target=self._read, args=(messages,), daemon=True).start()
+        self.reader = threading.Thread(target=self._read, args=(messages,), daemon=True)
+        self.reader.start()
 
     def _read(self, messages: queue.Queue[tuple[int, str | None]]) -> None:
         assert self.process.stdout is not None
-        for line in self.process.stdout:
-            messages.put((self.number, line))
+        with self.process.stdout as lines:
+            for line in lines:
+                messages.put((self.number, line))
         messages.put((self.number, None))
 
     def send(self, job: Job) -> None:
@@ -61,6 +64,12 @@ class _Worker:
             self.process.stdin.flush()
         except BrokenPipeError:
             return  # it died; its end of output says so
+
+    def hang_up(self) -> None:
+        """Close its stdin: a worker that still lives ends."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
 
 
 class Subprocesses(Executor):
@@ -113,6 +122,7 @@ class Subprocesses(Executor):
         job = worker.job
         if line is None:
             del self._workers[number]
+            worker.hang_up()
             code = worker.process.wait()
             return [] if job is None else [(job, self._died(worker, code))]
         try:
@@ -145,14 +155,14 @@ class Subprocesses(Executor):
     def close(self) -> None:
         """Close their stdin, which ends them; kill what does not end."""
         for worker in self._workers.values():
-            if worker.process.stdin is not None:
-                worker.process.stdin.close()
+            worker.hang_up()
         for worker in self._workers.values():
             try:
                 worker.process.wait(CLOSE_S)
             except subprocess.TimeoutExpired:
                 worker.process.kill()
                 worker.process.wait()
+            worker.reader.join()
         self._workers.clear()
 
 
