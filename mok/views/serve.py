@@ -50,7 +50,7 @@ class TraceServer:
         self._server.daemon_threads = True
         self.port = int(self._server.server_address[1])
         self.address = f"http://{HOST}:{self.port}/?token={self.token}"
-        self._thread = threading.Thread(target=self._server.serve_forever, name="mok open", daemon=True)
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), name="mok open", daemon=True)
         self._thread.start()
 
     def __enter__(self) -> TraceServer:
