@@ -127,7 +127,7 @@ def test_an_error_in_the_watch_is_kept() -> None:
 
 
 def test_a_profiler_in_the_way_is_named() -> None:
-    with pytest.raises(cupti.CuptiError, match="another CUPTI subscriber"):
+    with pytest.raises(cupti.CuptiError, match="a profiler holds CUPTI"):
         watched(Cupti(subscribed=39))
     library = Cupti()
     with pytest.raises(cupti.CuptiError, match="none of the calls"):

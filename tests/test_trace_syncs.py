@@ -81,6 +81,8 @@ def test_item_is_blamed_once_with_its_line() -> None:
     made.call("cudaLaunchKernel", 0, 5, 1)
     made.op(10, 1000, 1)
     made.span("python", "train.py(12): loss", 15, 3000)
+    made.span("python", "torch/_tensor.py(900): item", 16, 2100)
+    made.span("python", "<built-in method item of Tensor object at 0x7f>", 19, 2050)
     made.span("cpu_op", "aten::item", 20, 2000)
     made.span("user_annotation", "log", 18, 2500)
     made.call("cudaMemcpyAsync", 30, 20, 2)

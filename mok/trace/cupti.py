@@ -65,7 +65,7 @@ class Subscription:
         self.callback = _Callback(callback)  # must outlive the subscription
         code = self.library.cuptiSubscribe(ctypes.byref(self.handle), self.callback, None)
         if code == _MULTIPLE_SUBSCRIBERS:
-            raise CuptiError("another CUPTI subscriber (a profiler) is active in this process")
+            raise CuptiError("a profiler holds CUPTI in this process (torch.profiler keeps it after it has stopped)")
         if code:
             raise CuptiError(f"cuptiSubscribe returned {code}")
         for domain in DOMAINS.values():

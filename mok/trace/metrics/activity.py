@@ -21,6 +21,8 @@ from mok.trace.model import Trace
 DEVICE_CATEGORIES = ("kernel", "memcpy", "memset", "graph")  # a whole-graph activity stands for the nodes nobody recorded
 API_CATEGORIES = ("runtime", "driver")
 _NO_KEY = -1
+_A_LINE = re.compile(r"\(\d+\): ")  # torch.profiler writes `train.py(12): step`, and `<built-in method item ...>` for C
+_TORCH = re.compile(r"(?:^|[/\\])torch[/\\]|^<")
 _TELLING = (re.compile("driver|not supported|permission", re.IGNORECASE), re.compile("CUDA|CUPTI|GPU", re.IGNORECASE))
 
 
@@ -133,10 +135,16 @@ def _keys(correlation: I64, group: I64, groups: int, lane: npt.NDArray[np.int32]
     return np.where(ids > 0, keys, _NO_KEY)
 
 
-def innermost(trace: Trace, categories: Sequence[str], lane: npt.NDArray[np.int32] | I64, t: I64) -> I64:
+def innermost(
+    trace: Trace,
+    categories: Sequence[str],
+    lane: npt.NDArray[np.int32] | I64,
+    t: I64,
+    among: npt.NDArray[np.bool_] | None = None,
+) -> I64:
     """The span row of the last-begun range of `categories` on each lane that holds each moment, -1 where none does.
 
-    lane, t: int [N]. Ranges may nest or overlap in part.
+    lane, t: int [N]. among: bool, which spans of the trace may be found. Ranges may nest or overlap in part.
     """
     spans = trace.spans
     found = np.full(len(t), -1, np.int64)
@@ -144,7 +152,8 @@ def innermost(trace: Trace, categories: Sequence[str], lane: npt.NDArray[np.int3
         return found
     asked = np.zeros(len(trace.lanes), bool)
     asked[lane] = True
-    rows = np.flatnonzero(spans.category.where(*categories) & asked[spans.lane] & (spans.dur_ns > 0))
+    eligible = spans.category.where(*categories) & asked[spans.lane] & (spans.dur_ns > 0)
+    rows = np.flatnonzero(eligible if among is None else eligible & among)
     by_lane = rows[np.argsort(spans.lane[rows], kind="stable")]
     for which in np.unique(lane):
         low, high = np.searchsorted(spans.lane[by_lane], [which, which + 1])
@@ -162,6 +171,14 @@ def innermost(trace: Trace, categories: Sequence[str], lane: npt.NDArray[np.int3
             at = np.where(over, wider[at], at)
         found[queries[at >= 0]] = mine[at[at >= 0]]
     return found
+
+
+def python_lines(trace: Trace, lane: npt.NDArray[np.int32] | I64, t: I64) -> list[str]:
+    """The innermost Python frame with a file and a line outside torch; where there is none, the innermost frame; else empty."""
+    names = trace.spans.name
+    own = np.array([_A_LINE.search(text) is not None and not _TORCH.search(text) for text in names.table] + [False])
+    user = innermost(trace, ("python",), lane, t, own[names.codes])
+    return text_of(trace, np.where(user >= 0, user, innermost(trace, ("python",), lane, t)))
 
 
 def _wider_before(end: I64) -> list[int]:

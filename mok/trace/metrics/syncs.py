@@ -15,7 +15,18 @@ import numpy as np
 import numpy.typing as npt
 
 from mok.trace.metrics import taxonomy as kinds_of
-from mok.trace.metrics.activity import Device, Launches, busy, innermost, launches, nothing_recorded, runs, text_arg, text_of
+from mok.trace.metrics.activity import (
+    Device,
+    Launches,
+    busy,
+    innermost,
+    launches,
+    nothing_recorded,
+    python_lines,
+    runs,
+    text_arg,
+    text_of,
+)
 from mok.trace.metrics.intervals import I64, Union
 from mok.trace.metrics.taxonomy import ASYNC_COPY, BLOCKING, CLASSES, DEVICE_ONLY, EXPLICIT, OTHER, POLL, PSEUDO, SLOW_LAUNCH
 from mok.trace.metrics.value import Answer, Metric, Unknown, share
@@ -89,7 +100,7 @@ class HostSyncs:
         lane, t = trace.spans.lane[row], self.start_ns[:n]
         ranges = text_of(trace, innermost(trace, ("nvtx", "user_annotation"), lane, t))
         operators = text_of(trace, innermost(trace, ("cpu_op",), lane, t))
-        frames = text_of(trace, innermost(trace, ("python",), lane, t))
+        frames = python_lines(trace, lane, t)
         recorded = text_arg(trace, "frame")
         first, second = text_of(trace, row), text_of(trace, self.partner[:n])
         label = trace.lanes.label
