@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import html
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from mok.ablate.study import Study
 
 MAX_LINES = 200  # a longer table is for the report
+LIVE_CELLS = 2  # bits and blocks; the p-value is in the report
 LIVE = ("running", "stopping")
 
 
@@ -85,19 +88,17 @@ class Looker:
             run = found.get(_place(point.strata, point.factors))
             running = now.get(canonical(point.factors)) or now.get(canonical({**point.strata, **point.factors}))
             note = "" if running is None else f"running, {running['since_s']:.0f} s"
-            if run is not None and run.failure is not None:
-                note = note or f"{run.status}: {run.failure.kind}"
+            if run is not None and run.failure is not None and not note:
+                note = "interrupted; Resume measures it" if run.status == "interrupted" else f"failed: {run.failure.kind}"
             lines.append((cells, done.get(run.key) if run is not None else None, note))
         more = len(self._points) - MAX_LINES
         rest = f'<p class="quiet">and {more} more points; the report shows all.</p>' if more > 0 else ""
         if self.study.paired:
             pictured = [
-                report.line(row, names)
-                if row is not None
-                else Line(cells, float("nan"), 0.0, float("inf"), "", ("", "", ""), note)
+                _short(report.line(row, names)) if row is not None else Line(cells, math.nan, 0.0, math.inf, "", ("", ""), note)
                 for cells, row, note in lines
             ]
-            return view.ratio_table(names, report.AFTER, pictured, self.study.resolution) + rest
+            return view.ratio_table(names, report.AFTER[:LIVE_CELLS], pictured, self.study.resolution) + rest
         metrics = self.study.metrics
         texts = [
             (
@@ -110,7 +111,7 @@ class Looker:
         return view.plain_table((*names, *metrics, "note"), texts) + rest
 
     def _failures(self, runs: list[Run]) -> str:
-        failed = [run for run in runs if run.failure is not None]
+        failed = [run for run in runs if run.status == "failed"]
         if not failed:
             return ""
         lines = [
@@ -119,7 +120,7 @@ class Looker:
             for run in failed[:20]
             if run.failure is not None
         ]
-        return f'<p class="alarm">{len(failed)} not done</p><ul>{"".join(lines)}</ul>'
+        return f'<p class="alarm">{len(failed)} failed</p><ul>{"".join(lines)}</ul>'
 
 
 def bar_text(status: Mapping[str, Any]) -> str:
@@ -140,6 +141,11 @@ def duration(seconds: float) -> str:
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+def _short(line: Line) -> Line:
+    """A row that leaves room for its note beside a notebook's margin."""
+    return dataclasses.replace(line, after=line.after[:LIVE_CELLS])
 
 
 def _place(strata: Mapping[str, Any], factors: Mapping[str, Any]) -> str:

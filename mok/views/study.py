@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from mok.views.style import GREY
 
 VERDICT_COLOURS = {"FASTER": "#0072B2", "SLOWER": "#D55E00", "SAME": "#009E73", "UNDECIDED": GREY}
-_WIDTH, _HEIGHT, _PAD = 260, 22, 8
+_WIDTH, _HEIGHT, _PAD = 220, 22, 8
 CSS = """
-.mok-study{font-family:system-ui,sans-serif;font-size:13px;color:var(--jp-ui-font-color1,#1a1a1a);line-height:1.4}
+.mok-study{font-family:system-ui,sans-serif;font-size:13px;color:var(--jp-ui-font-color1,#1a1a1a);line-height:1.4;overflow-x:auto}
 .mok-study table{border-collapse:collapse;margin:.5em 0}
 .mok-study th,.mok-study td{padding:2px 8px;text-align:left;border-bottom:1px solid var(--jp-border-color2,#ddd);
 vertical-align:middle;white-space:nowrap;background:none}
@@ -55,7 +55,7 @@ def ratio_table(
     The grey band is the resolution: what lies inside it counts as the same. verdicts: with a column for them.
     """
     span = _span(lines, resolution)
-    names = [*(html.escape(name) for name in head), _axis(span), "change of cost [interval]", "verdict"]
+    names = [*(html.escape(name) for name in head), _axis(span), "change [interval]", "verdict"]
     names = names if verdicts else names[:-1]
     files = any(line.links for line in lines)
     names += [*(html.escape(name) for name in after), "note", *(["files"] if files else [])]
@@ -131,7 +131,7 @@ def page(title: str, body: str) -> str:
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         f"<title>{html.escape(title)}</title><style>{CSS}"
         "body{margin:2em auto;max-width:96em;padding:0 1em;background:#fff}h1{font-size:22px}h2{font-size:16px;margin-top:1.6em}"
-        ".mok-study{overflow-x:auto}p{max-width:52em}pre{overflow-x:auto;background:#f6f6f6;padding:8px}"
+        "p{max-width:52em}pre{overflow-x:auto;background:#f6f6f6;padding:8px}"
         f'.sentence{{font-size:17px}}</style></head><body class="mok-study">{body}</body></html>\n'
     )
 

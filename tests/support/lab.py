@@ -35,8 +35,11 @@ def needs_browser() -> pytest.MarkDecorator:
 
 
 @contextlib.contextmanager
-def serve(folder: Path) -> Iterator[str]:
-    """A JupyterLab server over `folder`; yields "http://127.0.0.1:port/lab/tree/{}?token=..." and ends it with its kernels."""
+def serve(folder: Path, **variables: str) -> Iterator[str]:
+    """A JupyterLab server over `folder`; yields "http://127.0.0.1:port/lab/tree/{}?token=..." and ends it with its kernels.
+
+    variables: environment of the server and its kernels.
+    """
     token = secrets.token_hex(16)
     home = folder / ".jupyter"
     home.mkdir(parents=True, exist_ok=True)
@@ -47,6 +50,7 @@ def serve(folder: Path) -> Iterator[str]:
         "JUPYTERLAB_SETTINGS_DIR": str(home / "settings"),
         "JUPYTERLAB_WORKSPACES_DIR": str(home / "workspaces"),
         "OMP_NUM_THREADS": "1",
+        **variables,
     }
     settings = home / "settings/@jupyterlab/apputils-extension"
     settings.mkdir(parents=True)
