@@ -147,10 +147,12 @@ def _of_job(folder: Path) -> MokError | None:
     """The error the job left in error.json, under its own class if that is one of `mok.errors`."""
     try:
         data = json.loads((folder / "error.json").read_text())
-        kind, message = str(data["class"]), str(data["message"])
+        kind, message, tool = str(data["class"]), str(data["message"]), data.get("tool")
     except (OSError, ValueError, KeyError, TypeError):
         return None
     found = getattr(errors, kind, None)
     if isinstance(found, type) and issubclass(found, (errors.InputError, errors.CapabilityError, errors.WorkspaceError)):
         return found(f"{message} (What was written is kept in {folder}.)")
+    if tool:
+        return CaptureError(_message(str(tool), message, folder), "crash", folder)
     return CaptureError(f"the captured code failed: {message} What was written is kept in {folder}.", "job", folder)

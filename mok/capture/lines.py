@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import os
+import sys
+import types
 from collections.abc import Callable
 from types import CodeType
 from typing import Any
 
+from mok.capture.script import Script
 from mok.errors import InputError
 
 HOOK = "__mok_line__"
@@ -79,6 +83,28 @@ def record_lines(source: str, filename: str) -> Line:
 
     of = label(source, filename)
     return lambda number: torch.profiler.record_function(of(number))
+
+
+def run(script: Script, line: Line | None = None) -> None:
+    """Run a script as `__main__`, in its folder's name space of modules, with a range around each line if `line` is given."""
+    filename = os.path.join(script.folder, script.name) if script.folder else script.name
+    code = compiled(script.source, filename, ranges=line is not None)
+    module = types.ModuleType("__main__")
+    module.__file__ = filename
+    if line is not None:
+        module.__dict__[HOOK] = line
+    kept = sys.argv, sys.path[:], sys.modules["__main__"]
+    sys.argv = [filename, *script.arguments]
+    if script.folder:
+        sys.path.insert(0, script.folder)
+    sys.modules["__main__"] = module
+    try:
+        exec(code, module.__dict__)
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            raise
+    finally:
+        sys.argv, sys.path[:], sys.modules["__main__"] = kept
 
 
 class _Lines(ast.NodeTransformer):

@@ -13,6 +13,7 @@ import importlib
 import json
 import os
 import signal
+import sys
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -49,7 +50,10 @@ def main(path: str) -> int:
     except BaseException as error:  # noqa: BLE001  # the parent must hear of whatever a script or the tool raises
         traceback.print_exc()
         text = str(error) if isinstance(error, MokError) else f"{type(error).__name__}: {error}"
-        (folder / "error.json").write_text(json.dumps({"class": type(error).__name__, "message": text}))
+        tool = "ncu" if type(error).__module__.startswith("nsight") else None
+        path = folder / "error.json"
+        if not path.exists():  # under nsight-python 0.9 the process that ncu runs has said it better
+            path.write_text(json.dumps({"class": type(error).__name__, "message": text, "tool": tool}))
         return 1
     if found is not None:
         (folder / "metrics.json").write_text(json.dumps(found))
@@ -113,10 +117,12 @@ def _body(request: dict[str, Any]) -> Callable[[], None]:
 
 
 def _script(script: Any, replay: str) -> None:
-    from mok.capture.payload import run_script
+    from mok.capture import lines
+    from mok.capture.script import imports
 
-    with _single_process() if replay == "kernel" else contextlib.nullcontext():
-        run_script(script)
+    alone = imports(script.source) <= {*sys.stdlib_module_names, "mok"}  # then nothing of it can make a process group
+    with _single_process() if replay == "kernel" and not alone else contextlib.nullcontext():
+        lines.run(script)
 
 
 @contextlib.contextmanager

@@ -7,9 +7,6 @@ the CPU would take longer than the capture.
 from __future__ import annotations
 
 import contextlib
-import os
-import sys
-import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -100,32 +97,10 @@ def workload_body(workload: Workload, device: torch.device, repeats: int) -> Ite
         yield Body(once, tuple(numbered(number) for number in range(repeats)), step.workspace.check, engine)
 
 
-def run_script(script: Script, line: lines.Line | None = None) -> None:
-    """Run a script as `__main__`, in its folder's name space of modules, with a range around each line if `line` is given."""
-    filename = os.path.join(script.folder, script.name) if script.folder else script.name
-    code = lines.compiled(script.source, filename, ranges=line is not None)
-    module = types.ModuleType("__main__")
-    module.__file__ = filename
-    if line is not None:
-        module.__dict__[lines.HOOK] = line
-    kept = sys.argv, sys.path[:], sys.modules["__main__"]
-    sys.argv = [filename, *script.arguments]
-    if script.folder:
-        sys.path.insert(0, script.folder)
-    sys.modules["__main__"] = module
-    try:
-        exec(code, module.__dict__)
-    except SystemExit as end:
-        if end.code not in (None, 0):
-            raise
-    finally:
-        sys.argv, sys.path[:], sys.modules["__main__"] = kept
-
-
 def script_body(script: Script, ranges: bool) -> Body:
     """A script as one step without warm-up: what it needs before its own measurement is its own to run."""
     line = lines.nvtx_lines(script.source, script.name) if ranges else None
-    return Body(None, (lambda: run_script(script, line),), lambda: None, "script")
+    return Body(None, (lambda: lines.run(script, line),), lambda: None, "script")
 
 
-__all__ = ["CAPTURE_RANGE", "Body", "device_inputs", "nvtx", "run_script", "script_body", "workload_body"]
+__all__ = ["CAPTURE_RANGE", "Body", "device_inputs", "nvtx", "script_body", "workload_body"]

@@ -6,6 +6,7 @@ must then define everything it uses; a name that only the notebook knows is refu
 
 from __future__ import annotations
 
+import ast
 import builtins
 import hashlib
 import os
@@ -19,7 +20,7 @@ MAX_SCRIPT_BYTES = 4 << 20
 _GIVEN = frozenset(
     ("__name__", "__file__", "__doc__", "__builtins__", "__annotations__", "__spec__", "__package__", "__loader__")
 )
-_PEERS = ("init_process_group", "init_device_mesh", "nccl", "nvshmem", "torchrun", "mpi4py", "symm_mem", "symmetric_memory")
+_PEERS = ("nvshmem", "mpi4py", "mscclpp")  # process groups of torch are checked when they are made
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +94,17 @@ def undefined(source: str, name: str = "cell.py") -> tuple[str, ...]:
             if symbol.is_referenced() and (at_top or symbol.is_global()):
                 read.add(symbol.get_name())
     return tuple(sorted(read - known))
+
+
+def imports(source: str) -> set[str]:
+    """Top-level names of the packages a source imports anywhere in it; empty for source that is no Python."""
+    try:
+        nodes = list(ast.walk(ast.parse(source)))
+    except (SyntaxError, ValueError):
+        return set()
+    found = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    found |= {node.module or "." for node in nodes if isinstance(node, ast.ImportFrom)}
+    return {name.partition(".")[0] or "." for name in found}
 
 
 def waits_on_peers(source: str) -> str | None:

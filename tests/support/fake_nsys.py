@@ -35,9 +35,7 @@ def profile(given: list[str]) -> int:
         )
         return 1
     if MODE == "nolib":
-        say(
-            "/opt/nsys: error while loading shared libraries: libdw.so.1: cannot open shared object file: No such file or directory"
-        )
+        say("/opt/nsys: error while loading shared libraries: libdw.so.1: cannot open shared object file")
         return 127
     if MODE == "gpu":
         sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
