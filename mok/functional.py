@@ -111,7 +111,7 @@ def forward(
         precision, routed = step.routed(workspace, config, schedule, weights)
         counts = step.inputs(workspace, schedule, x, router_weights, shared_output_gate_weight, shared)
         step.load(workspace, workspace.x, x, counts)
-        step.barrier(workspace, schedule, workspace.x, "publish")
+        step.barrier(workspace, schedule, "publish", workspace.x)
         run = ops.dispatch_mlp_swiglu_combine_fwd_bf16 if precision == "bf16" else ops.dispatch_mlp_swiglu_combine_fwd_mxfp8
         contexts, shared_outputs = [], []
         for r in workspace.ranks.local:
@@ -136,7 +136,7 @@ def forward(
             )
             contexts.append(tuple(context))
             shared_outputs.append(y_shared)
-        step.barrier(workspace, schedule, workspace.combine, "deliver")
+        step.barrier(workspace, schedule, "deliver", workspace.combine)
         fault = step.status(workspace, schedule)
         outputs, gated, gates = [], [], []
         for index, r in enumerate(workspace.ranks.local):
@@ -185,7 +185,7 @@ def recompute_forward_context(
         precision, routed = step.routed(workspace, config, schedule, (routed_gate_weights, routed_up_weights))
         counts = step.inputs(workspace, schedule, x, None, None, shared)
         step.load(workspace, workspace.x, x, counts)
-        step.barrier(workspace, schedule, workspace.x, "publish")
+        step.barrier(workspace, schedule, "publish", workspace.x)
         run = ops.recompute_forward_context_bf16 if precision == "bf16" else ops.recompute_forward_context_mxfp8
         contexts = []
         for r in workspace.ranks.local:
@@ -207,6 +207,8 @@ def recompute_forward_context(
             )
             key = step.schedule_key(part)
             contexts.append(MoKForwardContext.of(precision, tuple(context), swiglu_limit=swiglu_limit, schedule_key=key, index=r))
+        if workspace.ranks.on_device:  # x may be written again only when no peer pulls from it any more
+            step.barrier(workspace, schedule, "publish", workspace.x)
         return contexts[0] if workspace.ranks.virtual is None else VirtualContext(tuple(contexts))
 
 
@@ -263,8 +265,7 @@ def backward(
         step.load(workspace, workspace.x, x, counts)
         step.load(workspace, workspace.d_y, grad_output, counts)
         step.load(workspace, workspace.router_weight, router_weights, counts)
-        for buffers in (workspace.x, workspace.d_y, workspace.router_weight):
-            step.barrier(workspace, schedule, buffers, "publish")
+        step.barrier(workspace, schedule, "publish", workspace.x, workspace.d_y, workspace.router_weight)
         run = ops.dispatch_mlp_swiglu_combine_bwd_bf16 if precision == "bf16" else ops.dispatch_mlp_swiglu_combine_bwd_mxfp8
         fault = step.status(workspace, schedule)
         gate = step.OutputGate(saved, shared_output_gate_weight, shared, swiglu_limit)
@@ -296,8 +297,8 @@ def backward(
                 precision,
             )
             parts.append(grads)
-        step.barrier(workspace, schedule, workspace.d_x_routed, "deliver")
-        step.barrier(workspace, schedule, [w.view(-1, 1) for w in workspace.d_router_weight], "deliver")
+        gradients = [w.view(-1, 1) for w in workspace.d_router_weight]
+        step.barrier(workspace, schedule, "deliver", workspace.d_x_routed, gradients)
         fault = step.status(workspace, schedule)
         d_x, d_router = [], []
         for index, r in enumerate(workspace.ranks.local):

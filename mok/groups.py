@@ -1,9 +1,10 @@
 """Groups of ranks: all of them in this process, or one per process.
 
 A workspace keeps, for every symmetric buffer, one tensor per rank of the group. `VirtualGroup` owns all of them, so
-a kernel that pulls from a peer simply reads that tensor. In a `torch.distributed` group on CPU the peers' tensors are
-mirrors: a barrier refreshes the mirrors others will read (`publish`) or sends home the rows others wrote (`deliver`).
-The megakernels are the same in both cases: they see a table of peers and never wait on another rank.
+a kernel that pulls from a peer simply reads that tensor. In a `torch.distributed` group on GPUs the peers' tensors are
+their own memory, mapped here (`mok.symmetric`). In one on CPU they are mirrors: a barrier refreshes the mirrors others
+will read (`publish`) or sends home the rows others wrote (`deliver`). The megakernels are the same in all three cases:
+they see a table of peers and never wait on another rank.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mok.errors import CapabilityError, Fault, FaultRecord, InputError, PeerTimeoutError, is_int, named_arguments, require
+from mok.errors import Fault, FaultRecord, InputError, PeerTimeoutError, is_int, named_arguments, require
 
 DEFAULT_PEER_TIMEOUT_S = 600.0
+
+Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]  # name -> (shape, dtype) of one rank's buffer
 
 
 def peer_timeout_s() -> float:
@@ -78,15 +81,37 @@ class Ranks:
     """What the functional layer needs of a group: size, the ranks that run here, and exchanges between processes.
 
     `what` names the data in messages ("x", "routes"); ranks that are not in the same exchange are told apart by it.
+    on_device: peers' buffers are their own memory and ranks meet on the GPU (`mok.symmetric.DeviceRanks`).
     """
 
     size: int
     local: tuple[int, ...]
     virtual: VirtualGroup | None
     key: Any
+    on_device: bool = False
 
     def require_device(self, device: torch.device) -> None:
         """Raise unless this group can hold workspaces on `device`."""
+
+    def allocate(
+        self, peers: Layout, own: Layout, device: torch.device
+    ) -> tuple[dict[str, list[torch.Tensor]], dict[str, torch.Tensor]]:
+        """(one tensor per rank for each name in `peers`, one tensor for each name in `own`), uninitialised, on `device`.
+
+        Peers write into an `own` tensor only through the group.
+        """
+
+        def one(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device=device)
+
+        lists = {name: [one(*size) for _ in range(self.size)] for name, size in peers.items()}
+        return lists, {name: one(*size) for name, size in own.items()}
+
+    def meet(self, fault: torch.Tensor, status: torch.Tensor | None = None) -> None:
+        """Put a meeting of the ranks' GPUs on the current stream; nothing to do elsewhere. See `DeviceRanks.meet`."""
+
+    def gather_routes(self, top_experts: torch.Tensor, agreement: str, fault: torch.Tensor, max_tokens: int) -> None:
+        """Gather routes between the ranks' GPUs; nothing to do elsewhere. See `DeviceRanks.gather_routes`."""
 
     def publish(self, buffers: list[torch.Tensor], what: str) -> None:
         """Make every rank's own buffer visible in all others' tables. `buffers[r]` belongs to rank r."""
@@ -130,12 +155,7 @@ class ProcessRanks(Ranks):
         return [(self.rank + step) % self.size for step in range(1, self.size)]
 
     def require_device(self, device: torch.device) -> None:
-        """Raise CapabilityError for a device other than CPU, InputError for a group without gloo on CPU."""
-        if device.type != "cpu":
-            raise CapabilityError(
-                f"a process group exchanges CPU tensors over gloo, device={str(device)!r} was asked for; "
-                "use device='cpu', or VirtualGroup(ep) to hold all ranks on one device."
-            )
+        """Raise InputError for a group without gloo on CPU."""
         backends = dict(part.split(":") for part in dist.get_backend_config(self.group).split(","))
         require(
             backends.get("cpu") == "gloo",
@@ -233,7 +253,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def ranks_of(group: VirtualGroup | dist.ProcessGroup | None) -> Ranks:
-    """The `Ranks` of a group. Raises InputError for anything that is neither kind."""
+    """The `Ranks` of a group with tensors on CPU. Raises InputError for anything that is neither kind of group."""
     if isinstance(group, VirtualGroup):
         return VirtualRanks(group)
     if isinstance(group, dist.ProcessGroup):

@@ -32,24 +32,38 @@ def all_gather_top_experts(
 
     `agreement` is text that must be equal on all ranks. Raises InputError where it is not, and PeerTimeoutError.
     """
-    count = top_experts.shape[0]
+    space = workspace.lookup(handle)
+    ranks, count = space.ranks, top_experts.shape[0]
+    if ranks.on_device:
+        ranks.gather_routes(top_experts, agreement, space.fault, space.max_tokens)
+        return
     buffer[rank].fill_(-1)
     buffer[rank, :count].copy_(top_experts)
     token_counts[rank].fill_(count)  # a kernel, not a host copy: no sync, and it can be captured
-    ranks = workspace.lookup(handle).ranks
     ranks.publish(list(token_counts.unsqueeze(1).unbind(0)), f"token counts, {agreement}" if agreement else "token counts")
     ranks.publish(list(buffer.unbind(0)), "routes")
 
 
-@torch.library.custom_op("mok::barrier_all", mutates_args=("buffers",))
+@torch.library.custom_op("mok::barrier_all", mutates_args=("buffers", "status"))
 def barrier_all(
-    buffers: list[Tensor], topk_all: Tensor, token_counts: Tensor, num_local_experts: int, exchange: str, handle: int
+    buffers: list[Tensor],
+    topk_all: Tensor,
+    token_counts: Tensor,
+    num_local_experts: int,
+    exchange: str,
+    handle: int,
+    status: Tensor | None = None,
 ) -> None:
     """Ranks meet. `exchange` "publish" shows own buffers to all, "deliver" brings rows written to peers home.
 
-    buffers: one tensor per rank, [T, ...] to publish or [T*K, ...] to deliver. Raises PeerTimeoutError.
+    buffers: one tensor per rank, [T, ...] to publish or [T*K, ...] to deliver. Raises PeerTimeoutError. On GPUs buffers
+    are everyone's already: ranks only meet (any number of lists, joined). `status`, num_tokens i32 [1] of this rank's
+    schedule, tells the others of a launch that was drained, and becomes minus a fault's code when the meeting fails.
     """
     space = workspace.lookup(handle)
+    if space.ranks.on_device:
+        space.ranks.meet(space.fault, status)
+        return
     ranks, what = space.ranks, space.name_of(buffers)
     if exchange == "publish":
         ranks.publish(buffers, what)

@@ -123,18 +123,27 @@ def load(workspace: MoKWorkspace, buffers: list[Tensor], values: Tensor, counts:
         buffers[r][: counts[r]].copy_(values[span(counts, r)])
 
 
-def barrier(workspace: MoKWorkspace, schedule: Schedule, buffers: list[Tensor], exchange: str) -> None:
-    """Meet the other ranks around a megakernel; nothing to do when all ranks are in this process."""
-    if workspace.ranks.virtual is not None:
+def barrier(workspace: MoKWorkspace, schedule: Schedule, exchange: str, *lists: list[Tensor]) -> None:
+    """Meet the other ranks around a megakernel and "publish" or "deliver" buffers, one list with a tensor per rank each.
+
+    Nothing to do when all ranks are in this process; one meeting for all lists when their GPUs share memory.
+    """
+    ranks = workspace.ranks
+    if ranks.virtual is not None:
         return
-    part = schedule.rank(workspace.ranks.local[0])
+    part = schedule.rank(ranks.local[0])
     per_rank = int(part.tokens_per_expert.shape[0])
+    tables = workspace.topk_all, workspace.token_counts, per_rank, exchange, workspace.handle
+    if ranks.on_device:
+        ops.barrier_all([buffer for buffers in lists for buffer in buffers], *tables, part.num_tokens)
+        return
     # the schedule's own gathered routes may be gone (layers share a workspace): gather this layer's again
     if exchange == "deliver":
         ops.all_gather_top_experts(
-            part.top_experts, workspace.topk_all, workspace.token_counts, workspace.ranks.local[0], workspace.handle
+            part.top_experts, workspace.topk_all, workspace.token_counts, ranks.local[0], workspace.handle
         )
-    ops.barrier_all(buffers, workspace.topk_all, workspace.token_counts, per_rank, exchange, workspace.handle)
+    for buffers in lists:
+        ops.barrier_all(buffers, *tables)
 
 
 def local(tensors: tuple[Tensor, ...], workspace: MoKWorkspace, r: int) -> list[Tensor]:
@@ -171,7 +180,7 @@ def status(workspace: MoKWorkspace, schedule: Schedule) -> Tensor:
     """num_tokens i32 [1] that tells every rank's epilogue of a fault on any rank in this process: the least of them.
 
     A schedule's fault is on all ranks, but a launch that was drained marks its own rank alone, and its rows were to go
-    to the others.
+    to the others. On GPUs of several processes the meeting after it marks them all.
     """
     found = [schedule.rank(r).num_tokens for r in workspace.ranks.local]
     return found[0] if len(found) == 1 else torch.cat(found).amin(0, keepdim=True)

@@ -18,8 +18,9 @@ import torch
 from mok import engines, validate
 from mok.config import MoKConfig
 from mok.errors import Fault, FaultRecord, InputError, PeerTimeoutError, WorkspaceError, place_name, require
-from mok.groups import Ranks, VirtualGroup, ranks_of
+from mok.groups import Layout, Ranks, VirtualGroup, ranks_of
 from mok.schedule import FAULT_WORDS
+from mok.symmetric import DeviceRanks
 
 Tensor = torch.Tensor
 
@@ -37,7 +38,7 @@ class MoKWorkspace:
     """
 
     def __init__(self, group: Any, device: torch.device, num_local_tokens: int, hidden_size: int, topk: int) -> None:
-        self.ranks: Ranks = ranks_of(group)
+        self.ranks: Ranks = _ranks(group, device)
         self.group = group
         self.device = device
         self.num_local_tokens = num_local_tokens
@@ -45,20 +46,18 @@ class MoKWorkspace:
         self.topk = topk
         self.max_tokens = _max_tokens(self.ranks.virtual, num_local_tokens)
         size, tokens = self.ranks.size, self.max_tokens
-        rows = tokens * topk
-
-        def buffers(dtype: torch.dtype, *shape: int) -> list[Tensor]:
-            return [torch.empty(shape, dtype=dtype, device=device) for _ in range(size)]
-
+        wide, slots = ((tokens, hidden_size), torch.bfloat16), ((tokens * topk, hidden_size), torch.bfloat16)
+        weights = ((tokens, topk), torch.float32)
+        peers: Layout = {
+            "x": wide, "d_y": wide, "combine": slots, "d_x_routed": slots, "router_weight": weights, "d_router_weight": weights,
+        }  # fmt: skip
+        routes: Layout = {"topk_all": ((size, tokens, topk), torch.int32), "token_counts": ((size,), torch.int32)}
         with torch.inference_mode(False):  # else a workspace first used in inference could never train
-            self.x = buffers(torch.bfloat16, tokens, hidden_size)
-            self.d_y = buffers(torch.bfloat16, tokens, hidden_size)
-            self.combine = buffers(torch.bfloat16, rows, hidden_size)
-            self.d_x_routed = buffers(torch.bfloat16, rows, hidden_size)
-            self.router_weight = buffers(torch.float32, tokens, topk)
-            self.d_router_weight = buffers(torch.float32, tokens, topk)
-            self.topk_all = torch.full((size, tokens, topk), -1, dtype=torch.int32, device=device)
-            self.token_counts = torch.zeros(size, dtype=torch.int32, device=device)
+            buffers, own = self.ranks.allocate(peers, routes, device)
+            self.x, self.d_y = buffers["x"], buffers["d_y"]
+            self.combine, self.d_x_routed = buffers["combine"], buffers["d_x_routed"]
+            self.router_weight, self.d_router_weight = buffers["router_weight"], buffers["d_router_weight"]
+            self.topk_all, self.token_counts = own["topk_all"].fill_(-1), own["token_counts"].fill_(0)
             self.fault = torch.zeros(FAULT_WORDS, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
         self.handle = next(_NEXT_HANDLE)
         self.dead: str | None = None
@@ -68,7 +67,7 @@ class MoKWorkspace:
         _HANDLES[self.handle] = self
 
     def __repr__(self) -> str:
-        kind = "virtual" if self.ranks.virtual is not None else "process"
+        kind = "virtual" if self.ranks.virtual is not None else "symmetric memory" if self.ranks.on_device else "process"
         return (
             f"MoKWorkspace(ep={self.ranks.size} {kind}, max_tokens={self.max_tokens}, hidden={self.hidden_size}, "
             f"top_k={self.topk}, {self.device}, {'dead' if self.dead else 'alive'})"
@@ -111,7 +110,8 @@ class MoKWorkspace:
         self.fault.zero_()
         record = FaultRecord(Fault(code), int(rank), place_name(int(place), int(index)), int(seen), int(need))
         error = record.to_error()
-        if record.code is Fault.PEER_TIMEOUT:
+        # on GPUs of several processes a drained launch is the end, too: its rows were to go to the others
+        if record.code is Fault.PEER_TIMEOUT or (self.ranks.on_device and record.code is Fault.LOCAL_TIMEOUT):
             self.dead = str(error)
         raise error
 
@@ -157,6 +157,12 @@ def lookup(handle: int) -> MoKWorkspace:
     return _HANDLES[handle]
 
 
+def _ranks(group: Any, device: torch.device) -> Ranks:
+    """The `Ranks` of a group with tensors on `device`. Raises InputError for what is no group."""
+    ranks = ranks_of(group)
+    return DeviceRanks(group, device) if ranks.virtual is None and device.type == "cuda" else ranks
+
+
 def _max_tokens(group: VirtualGroup | None, num_local_tokens: int) -> int:
     """Tokens one rank's buffers hold. In a VirtualGroup `num_local_tokens` counts the packed tokens of all ranks."""
     if group is None:
@@ -171,8 +177,9 @@ def validate_workspace_args(
 ) -> None:
     """Raise InputError for arguments no workspace can be made of."""
     validate.config(config)
-    ranks = ranks_of(group)
-    ranks.require_device(validate.device(device))
+    found = validate.device(device)
+    ranks = _ranks(group, found)
+    ranks.require_device(found)
     require(
         isinstance(num_local_tokens, int) and num_local_tokens >= 0,
         f"num_local_tokens must be an int >= 0, got {num_local_tokens!r}.",

@@ -24,7 +24,8 @@ _I32 = ctypes.c_int32
 class _Barrier(ctypes.Structure):
     _fields_ = (
         ("counters", _U64 * MAX_PEERS),
-        *((name, _U64) for name in ("multicast", "target", "fault", "timeout_ns")),
+        ("aborts", _U64 * MAX_PEERS),
+        *((name, _U64) for name in ("multicast", "target", "lost", "status", "fault", "timeout_ns")),
         ("rank", _I32),
         ("ep", _I32),
     )
@@ -50,21 +51,36 @@ def peer_timeout_ns() -> int:
     return int(seconds * 1e9)
 
 
-def barrier(counters: list[int], target: Tensor, rank: int, *, multicast: int = 0) -> None:
+def barrier(
+    counters: list[int],
+    target: Tensor,
+    rank: int,
+    *,
+    multicast: int = 0,
+    aborts: list[int] | None = None,
+    lost: Tensor | None = None,
+    status: Tensor | None = None,
+) -> None:
     """Meet all ranks: raise every counter by one, wait for one's own to reach (meetings so far) x EP.
 
     counters: address of each rank's i32 [1], zero at the group's start. target: this rank's i32 [1], zero at start.
     multicast: address that reaches all counters, or 0. A peer that does not come within MOK_TIMEOUT_PEER leaves
     PEER_TIMEOUT in the record of `options.faults_to` and the kernel returns; the workspace is dead then.
+    aborts: address of each rank's i32 [1], zero at start, by which a rank that gives up ends the others' waits; lost:
+    this rank's i32 [1], minus the fault's code from then on, and every later meeting returns at once. status: the
+    schedule's num_tokens i32 [1]; a launch drained on this rank (LOCAL_TIMEOUT there) ends the group too, and a meeting
+    that fails or comes after one that did leaves minus the fault's code there.
     """
     require(1 <= len(counters) <= MAX_PEERS, f"a barrier takes 1 to {MAX_PEERS} ranks, got {len(counters)}.")
     require(0 <= rank < len(counters), f"rank must be in [0, {len(counters)}), got {rank}.")
     p = _Barrier()
     for r, address in enumerate(counters):
         p.counters[r] = address
-    fault = options.current().fault
+    for r, address in enumerate(aborts or ()):
+        p.aborts[r] = address
     p.multicast, p.target, p.timeout_ns = multicast, target.data_ptr(), peer_timeout_ns()
-    p.fault = fault.data_ptr() if fault is not None else 0
+    for name, tensor in (("fault", options.current().fault), ("lost", lost), ("status", status)):
+        setattr(p, name, tensor.data_ptr() if tensor is not None else 0)
     p.rank, p.ep = rank, len(counters)
     driver.kernel("barrier.cu", "mok_barrier", target.device).launch(1, 32, p)
 
