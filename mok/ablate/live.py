@@ -98,7 +98,7 @@ class Looker:
                 _short(report.line(row, names)) if row is not None else Line(cells, math.nan, 0.0, math.inf, "", ("", ""), note)
                 for cells, row, note in lines
             ]
-            return view.ratio_table(names, report.AFTER[:LIVE_CELLS], pictured, self.study.resolution) + rest
+            return view.ratio_table(names, report.AFTER[:LIVE_CELLS], pictured, self.study.resolution, notes_below=True) + rest
         metrics = self.study.metrics
         texts = [
             (

@@ -65,7 +65,7 @@ def line(row: Row, names: Sequence[str], folder: Path | None = None) -> Line:
         return Line(cells, math.nan, 0.0, math.inf, "", (row.bits, "", ""), "; ".join(notes), links)
     if effect.note:
         notes.append(effect.note)
-    if effect.blocks_to_decide is not None:
+    if effect.blocks_to_decide is not None and not row.run.control:
         notes.append(f"about {effect.blocks_to_decide} blocks would decide it")
     after = (row.bits, str(effect.num_blocks), f"{effect.p_holm:.2g}")
     return Line(cells, effect.ratio, effect.low, effect.high, effect.verdict, after, "; ".join(notes), links)

@@ -21,6 +21,7 @@ CSS = """
 .mok-study th,.mok-study td{padding:2px 8px;text-align:left;border-bottom:1px solid var(--jp-border-color2,#ddd);
 vertical-align:middle;white-space:nowrap;background:none}
 .mok-study td.note{white-space:normal;min-width:12em;max-width:34em}
+.mok-study td.below{padding:0 8px 4px 24px}
 .mok-study td.number{text-align:right;font-variant-numeric:tabular-nums}
 .mok-study .quiet{color:var(--jp-ui-font-color2,#666)}
 .mok-study .alarm{color:#B22222;font-weight:600}
@@ -48,17 +49,24 @@ class Line:
 
 
 def ratio_table(
-    head: Sequence[str], after: Sequence[str], lines: Sequence[Line], resolution: float, *, verdicts: bool = True
+    head: Sequence[str],
+    after: Sequence[str],
+    lines: Sequence[Line],
+    resolution: float,
+    *,
+    verdicts: bool = True,
+    notes_below: bool = False,
 ) -> str:
     """An HTML table of `lines`: head cells, the interval drawn on one common axis, change in per cent, verdict, more cells.
 
     The grey band is the resolution: what lies inside it counts as the same. verdicts: with a column for them.
+    notes_below: notes in lines of their own, for narrow places.
     """
     span = _span(lines, resolution)
     names = [*(html.escape(name) for name in head), _axis(span), "change [interval]", "verdict"]
     names = names if verdicts else names[:-1]
     files = any(line.links for line in lines)
-    names += [*(html.escape(name) for name in after), "note", *(["files"] if files else [])]
+    names += [*(html.escape(name) for name in after), *([] if notes_below else ["note"]), *(["files"] if files else [])]
     rows = ["".join(f'<th scope="col">{name}</th>' for name in names)]
     for line in lines:
         cells = [f"<td>{html.escape(cell)}</td>" for cell in line.cells]
@@ -68,9 +76,11 @@ def ratio_table(
         if verdicts:
             cells.append(f'<td style="color:{colour};font-weight:600">{html.escape(line.verdict)}</td>')
         cells += [f"<td>{html.escape(cell)}</td>" for cell in line.after]
-        cells.append(f'<td class="note">{html.escape(line.note)}</td>')
+        cells += [] if notes_below else [f'<td class="note">{html.escape(line.note)}</td>']
         cells += [f"<td>{anchors(line.links)}</td>"] if files else []
         rows.append("".join(cells))
+        if notes_below and line.note:
+            rows.append(f'<td class="below quiet" colspan="{len(names)}">{html.escape(line.note)}</td>')
     return "<table>" + "".join(f"<tr>{row}</tr>" for row in rows) + "</table>"
 
 
