@@ -17,21 +17,22 @@ from typing import Any
 import msgspec
 
 from mok.errors import InputError, require
+from mok.trace.read.json_mend import mend
 
 Value = int | float | str | None
 MAX_HEADER_BYTES = 64 << 20
 MAX_EVENT_BYTES = 16 << 20
 _SMALL = 8192  # below this a slice that does not parse is taken apart
 _GROW = 8
-_WINDOW = 1 << 16
+_ENOUGH = 2000  # events handed over together: single ones would cost more to file than to read
+_WINDOW, _MIN_WINDOW = 1 << 14, 1 << 10  # how far the end of one event is looked for, if others seem to begin before it
+_WAIT = 1 << 18
+_BYTE = re.compile(r"\(byte (\d+)\)")
 _BORDER = re.compile(rb"\}\s*,\s*(?=\{)")
-_TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*"|[{}\[\]"]', re.DOTALL)  # a quote alone: a string that does not end
+_TOKEN = re.compile(rb'"(?:[^"\\]++|\\.)*+"|[{}\[\]"]', re.DOTALL)  # a quote alone: a string that does not end
 _EVENT_START = re.compile(rb'\{\s*"(?:ph|cat|name|pid|tid|ts|args|id)"\s*:')
 _ARRAY_KEY = re.compile(rb"\s*:\s*\[")
 _SPACE = re.compile(rb"[\s,]*")
-_MEND = re.compile(r'"(?:[^"\\]|\\.)*"|-?\b(?:nan|inf|infinity)\b', re.DOTALL | re.IGNORECASE)
-_CONTROL = re.compile(r"[\x00-\x1f]")
-_STRAY = re.compile(r'\\(?:(["\\/bfnrt]|u[0-9a-fA-F]{4})|)', re.DOTALL)
 
 
 class Event(msgspec.Struct, gc=False):
@@ -70,6 +71,9 @@ def _decimal(text: str) -> Any:
 Slice = tuple[list[Event], bytes]
 DECODER = msgspec.json.Decoder(list[Event])
 EXACT = msgspec.json.Decoder(list[ExactEvent], float_hook=_decimal)
+_ONE = msgspec.json.Decoder(Event)
+_RAWS = msgspec.json.Decoder(list[msgspec.Raw])
+_UNTYPED = msgspec.json.Decoder(float_hook=_decimal)
 REFUSED = (msgspec.MsgspecError, ValueError, RecursionError)
 
 
@@ -83,13 +87,25 @@ class EventReader:
         self.flag, self.name = flag, name
         self.header, self.trailer = b"", b""
         self.ended = False
-        self.mended = False
+        self._window = _WINDOW
 
-    def read(self, pieces: Iterable[bytes]) -> Iterator[Slice]:
-        """Yields (events, the text they came from) slice by slice.
+    def read(self, pieces: Iterable[bytes]) -> Iterator[tuple[list[Event], list[bytes]]]:
+        """Yields (events, the texts they came from, each a JSON list) slice by slice.
 
         Raises InputError for text that holds no list of events, and for a header or an event beyond all bounds.
         """
+        events: list[Event] = []
+        texts: list[bytes] = []
+        for more, text in self._slices(pieces):
+            events = [*events, *more] if events else more
+            texts.append(text)
+            if len(events) >= _ENOUGH:
+                yield events, texts
+                events, texts = [], []
+        if events:
+            yield events, texts
+
+    def _slices(self, pieces: Iterable[bytes]) -> Iterator[Slice]:
         data, inside = b"", False
         for piece in pieces:
             if self._over():
@@ -137,7 +153,7 @@ class EventReader:
 
     def _events(self, data: bytes, final: bool) -> Generator[Slice, None, int]:
         """Generator over whole events of `data`; returns where the rest begins."""
-        position, step = 0, len(data)
+        position, step, hopeless = 0, len(data), 0  # mending a slice that ends before `hopeless` was tried in vain
         while True:
             position = _skip(data, position)
             if data[position : position + 1] == b"]":
@@ -145,47 +161,42 @@ class EventReader:
                 return position + 1
             cut = self._border(data, position, step)
             if cut is None:
-                if not final:
+                if not final or position >= len(data):
                     return position
-                break
-            slice_ = b"".join((b"[", memoryview(data)[position:cut], b"]"))  # one copy
-            events = self._decode(slice_)
+                cut = len(data)  # the last events of the file have no border behind them
+            events, fault = self._decode(slice_ := _list(data, position, cut))
+            if events is None and fault is not None:
+                sound = self._border(data, position, fault - 2, beyond=False)
+                if sound is not None:
+                    cut, slice_ = sound, _list(data, position, sound)
+                    events, _ = self._decode(slice_)
+            if events is None and step > _SMALL and cut < len(data):
+                step = _SMALL if fault is not None else max(step // _GROW, _SMALL)
+                continue
+            if events is None and hopeless <= position and cut <= position + 2 * _SMALL:
+                events, hopeless = self._mended(slice_), cut
             if events is not None:
                 yield events, slice_
-                position, step = cut, _SMALL * _GROW if self.mended else max(step * _GROW, _SMALL * _GROW)
-            elif step > _SMALL:
-                step = max(step // _GROW, _SMALL)
-            else:
-                outcome = yield from self._single(data, position, final)
-                if outcome is None:
-                    return position
-                position = outcome
-                if self.ended:
-                    return position
-        # the last events of the file: one by one up to the end of the list, or to where the file was cut
-        while not self.ended:
-            position = _skip(data, position)
-            if position >= len(data):
-                break
-            outcome = yield from self._single(data, position, True)
-            if outcome is None:
-                break
-            position = outcome
-        return position
+                position, step = cut, max(step * _GROW, _SMALL)
+                continue
+            following = yield from self._single(data, position, final)
+            if following is None or self.ended:
+                return position if following is None else following
+            position, step = following, _SMALL
 
-    def _border(self, data: bytes, position: int, step: int) -> int | None:
-        """The end of the last event that ends within `step` bytes, as far as borders can be told; else of the next one."""
+    def _border(self, data: bytes, position: int, step: int, beyond: bool = True) -> int | None:
+        """The end of the last event that ends within `step` bytes, as far as borders can be told; else, beyond, of the next."""
         end = min(position + step, len(data))
         reach = 1 << 14
         while True:
             begin = max(position, end - reach)
-            found = [match.start() + 1 for match in _BORDER.finditer(data, begin, min(end + 64, len(data)))]
+            found = [match.start() + 1 for match in _BORDER.finditer(data, begin, min(end + 64 * beyond, len(data)))]
             if found:
                 return found[-1]
             if begin == position:
                 break
             reach *= 4
-        following = _BORDER.search(data, end)
+        following = _BORDER.search(data, end) if beyond else None
         return following.start() + 1 if following else None
 
     def _single(self, data: bytes, position: int, final: bool) -> Generator[Slice, None, int | None]:
@@ -193,16 +204,17 @@ class EventReader:
         if data[position : position + 1] == b"]":
             self.ended = True
             return position + 1
-        end = _object_end(data, position)
-        if end is None and not final and len(data) - position < MAX_EVENT_BYTES:
-            again = _EVENT_START.search(data, position + 1)
-            if again is None or len(data) - position < _SMALL:
-                return None
+        end = _object_end(data, position, self._window)
+        if end is None and not final and len(data) - position < _WAIT:
+            return None  # it may end in the next piece
         text = data[position:end] if end is not None else b""
-        events = self._decode(b"[" + text + b"]", every_way=True) if text else None
+        slice_ = b"[" + text + b"]"
+        events = (self._decode(slice_)[0] or self._mended(slice_)) if text else None
         if events is not None:
-            yield events, b"[" + text + b"]"
+            self._window = min(2 * self._window, _WINDOW)
+            yield events, slice_
             return end
+        self._window = max(self._window // 2, _MIN_WINDOW)  # in a stretch of garbage, look less far each time
         following = _EVENT_START.search(data, position + 1)
         if following is None:
             if end is None:
@@ -212,73 +224,78 @@ class EventReader:
         self.flag("unreadable_event", 1)
         return following.start() if end is None else min(end, following.start())
 
-    def _decode(self, text: bytes, every_way: bool = False) -> list[Event] | None:
-        self.mended = False
+    def _decode(self, text: bytes) -> tuple[list[Event] | None, int | None]:
+        """(events, None), or (None, the byte at which the text stops being JSON, if that can be told)."""
         try:
-            return DECODER.decode(text)
-        except REFUSED:
-            if not every_way and len(text) > 2 * _SMALL * _GROW:
-                return None
+            return DECODER.decode(text), None
+        except msgspec.ValidationError:  # it is JSON, but fields have other types than they should
+            return self._one_by_one(text)
+        except REFUSED as error:
+            where = _BYTE.search(str(error))
+            return None, int(where[1]) if where else None
+
+    def _one_by_one(self, text: bytes) -> tuple[list[Event] | None, int | None]:
+        try:
+            raws = _RAWS.decode(text)
+        except REFUSED as error:
+            where = _BYTE.search(str(error))
+            return None, int(where[1]) if where else None
+        events = []
+        for raw in raws:
+            try:
+                events.append(_ONE.decode(raw))
+            except REFUSED:
+                try:
+                    values = [msgspec.json.decode(raw)]
+                except REFUSED:
+                    self.flag("unreadable_event", 1)
+                else:
+                    events += _coerced(values, Event, self.flag)
+        return events, None
+
+    def _mended(self, text: bytes) -> list[Event] | None:
         mended, count = mend(text)
-        try:
-            events: list[Event] | None = DECODER.decode(mended)
-        except REFUSED:
-            events = self._loose(mended) if every_way or len(text) <= 2 * _SMALL else None
+        events = self._decode(mended)[0]
         if events is not None:
             self.flag("mended_json", count)
-            self.mended = True
-        return events
-
-    def _loose(self, text: bytes) -> list[Event] | None:
-        """Events whose fields have other types than they should."""
-        try:
-            values = msgspec.json.decode(text)
-        except REFUSED:
-            return None
-        events = []
-        for value in values:
-            if not isinstance(value, dict):
-                self.flag("not_an_event", 1)
-                continue
-            self.flag("field_of_another_type", 1)
-            words = {key: None if value.get(key) is None else str(value[key]) for key in ("ph", "cat", "name")}
-            numbers: dict[str, Any] = {key: value.get(key) for key in ("ts", "dur", "pid", "tid")}
-            numbers = {key: number if type(number) in (int, float, str) else None for key, number in numbers.items()}
-            args = value.get("args")
-            raw = msgspec.Raw(msgspec.json.encode(args if isinstance(args, dict) else {}))
-            events.append(Event(**words, **numbers, args=raw))
         return events
 
 
-def exact(text: bytes) -> list[Any]:
-    """The events of a slice again, times with all their digits (Decimal). `text` is one `EventReader` yielded."""
+def _list(data: bytes, begin: int, end: int) -> bytes:
+    return b"".join((b"[", memoryview(data)[begin:end], b"]"))  # one copy
+
+
+def _coerced(values: list[Any], kind: Any, flag: Callable[[str, int], None]) -> list[Any]:
+    """Events of untyped JSON values: what is no text is made one, what is no number is none."""
+    events = []
+    for value in values:
+        if not isinstance(value, dict):
+            flag("not_an_event", 1)
+            continue
+        flag("field_of_another_type", 1)
+        words = {key: None if value.get(key) is None else str(value[key]) for key in ("ph", "cat", "name")}
+        numbers: dict[str, Any] = {key: value.get(key) for key in ("ts", "dur", "pid", "tid")}
+        numbers = {key: number if type(number) in (int, float, str, Decimal) else None for key, number in numbers.items()}
+        args = value.get("args")
+        raw = msgspec.Raw(msgspec.json.encode(args if isinstance(args, dict) else {}))
+        events.append(kind(**words, **numbers, args=raw))
+    return events
+
+
+def exact(texts: Iterable[bytes]) -> list[Any]:
+    """The events of a slice again, times with all their digits (Decimal). `texts` are what `EventReader` yielded."""
+    return [event for text in texts for event in _exact(text)]
+
+
+def _exact(text: bytes) -> list[Any]:
     try:
         return EXACT.decode(text)
     except REFUSED:
-        return EXACT.decode(mend(text)[0])
-
-
-def mend(text: bytes) -> tuple[bytes, int]:
-    """(JSON without the faults profilers are known for, how many were mended): see the module."""
-    plain = text.decode("utf-8", "replace")
-    count = plain.count("�")
-
-    def repair(match: re.Match[str]) -> str:
-        nonlocal count
-        word = match[0]
-        if not word.startswith('"'):
-            count += 1
-            return "null"
-        if "\\" in word:
-            fixed = _STRAY.sub(lambda found: found[0] if found[1] else "\\\\", word)
-            count += fixed != word
-            word = fixed
-        if _CONTROL.search(word):
-            count += 1
-            word = _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", word)
-        return word
-
-    return _MEND.sub(repair, plain).encode("utf-8", "replace"), count
+        mended = mend(text)[0]
+    try:
+        return EXACT.decode(mended)
+    except REFUSED:
+        return _coerced(_UNTYPED.decode(mended), ExactEvent, lambda *_: None)  # counted when the slice was read
 
 
 def _skip(data: bytes, position: int) -> int:
@@ -286,14 +303,14 @@ def _skip(data: bytes, position: int) -> int:
     return found.end() if found else position
 
 
-def _object_end(data: bytes, position: int) -> int | None:
+def _object_end(data: bytes, position: int, window: int) -> int | None:
     """The end of the JSON object at `position`; None if it has none within `data`, or if none begins there."""
     if data[position : position + 1] != b"{":
         return None
-    end = _end_within(data, position, position + _WINDOW)
-    # far events are looked for only where no other begins in between: a stray quote must not cost a scan of everything
-    if end is None and len(data) > position + _WINDOW and not _EVENT_START.search(data, position + 1, position + _WINDOW):
-        end = _end_within(data, position, len(data))
+    end = _end_within(data, position, position + window)
+    # farther it is looked for only where no other begins in between: a stray quote must not cost a scan of everything
+    if end is None and len(data) > position + window and not _EVENT_START.search(data, position + 1, position + window):
+        end = _end_within(data, position, len(data) if window == _WINDOW else position + _GROW * window)
     return end
 
 

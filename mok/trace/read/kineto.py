@@ -64,9 +64,9 @@ def read(path: Path, *, keep_private: bool = False, rank: int | None = None) -> 
         reader = EventReader(builder.flag, str(path))
         events = _Events(builder)
         number = 0
-        for batch, text in reader.read(pieces):
+        for batch, texts in reader.read(pieces):
             number += len(batch)
-            events.add(batch, text)
+            events.add(batch, texts)
     builder.coverage |= {"events": number, "flows": events.flows}
     if pieces.cut or not reader.ended:
         builder.coverage["truncated_after"] = number
@@ -106,13 +106,13 @@ class _Events:
         self.thread_names: dict[tuple[Any, Any], str] = {}
         self.threads: dict[tuple[Any, Any], int] = {}
 
-    def add(self, batch: Sequence[Any], text: bytes) -> None:
-        """One slice; `text` is what it was decoded from."""
+    def add(self, batch: Sequence[Any], texts: Sequence[bytes]) -> None:
+        """One slice; `texts` is what it was decoded from."""
         groups = self._groups(batch)
         try:
             times = self._times(groups, False)
         except _InexactError:
-            groups = self._groups(exact(text))
+            groups = self._groups(exact(texts))
             times = self._times(groups, True)
         for (phase, category), events in groups.items():
             start, dur = times.get((phase, category), (None, None))

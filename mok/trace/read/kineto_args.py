@@ -15,7 +15,8 @@ import msgspec
 import numpy as np
 
 from mok.trace.columns import NO_VALUE, Column, Strings
-from mok.trace.read.json_events import REFUSED, Value, mend
+from mok.trace.read.json_events import REFUSED, Value
+from mok.trace.read.json_mend import mend
 from mok.trace.read.tables import I64, strict_ints
 
 Flag = Callable[[str, int], None]
@@ -81,6 +82,7 @@ class OpArgs(msgspec.Struct, gc=False):
 
 Args = TypeVar("Args", DeviceArgs, SyncArgs, CallArgs, OpArgs)
 _DECODERS: dict[Any, Any] = {kind: msgspec.json.Decoder(list[kind]) for kind in (DeviceArgs, SyncArgs, CallArgs, OpArgs)}  # type: ignore[valid-type]
+_FIELDS = {kind: {each.encode_name: each.name for each in msgspec.structs.fields(kind)} for kind in _DECODERS}
 _INTEGERS = (
     "context",
     "registers",
@@ -109,13 +111,13 @@ def _single(kind: type[Args], raw: msgspec.Raw, flag: Flag) -> Args:
     except REFUSED:
         flag("unreadable_arguments", 1)
         return kind()
-    known = {field_.encode_name: field_ for field_ in msgspec.structs.fields(kind)}
+    known = _FIELDS[kind]
     keep: dict[str, Any] = {}
     for name, value in values.items() if isinstance(values, dict) else ():
         if name in ("grid", "block"):
             keep[name] = msgspec.Raw(msgspec.json.encode(value))
         elif name in known and (value is None or isinstance(value, (int, float, str))):
-            keep[known[name].name] = value
+            keep[known[name]] = value
         elif name in known:
             flag("field_of_another_type", 1)
     return kind(**keep)

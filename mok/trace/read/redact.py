@@ -29,7 +29,7 @@ from mok.trace.read.private import Private
 from mok.trace.read.stream import GZIP_MAGIC, Pieces
 from mok.trace.read.tables import SQLITE_MAGIC
 
-_TEXT = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
+_TEXT = re.compile(r'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
 _LEVEL = 6
 
 
@@ -120,7 +120,8 @@ def _kineto(source: Path, target: Path) -> tuple[Private, Counter[str]]:
         header = _scrub(json.dumps(kept), private, removed)
         stream.write((header[:-1] + (", " if kept else "") + '"traceEvents": [\n').encode())
         first = True
-        for _, text in EventReader(lambda reason, count: removed.update({f"times {reason}": count}), str(source)).read(pieces):
+        reader = EventReader(lambda reason, count: removed.update({f"times {reason}": count}), str(source))
+        for text in (text for _, texts in reader.read(pieces) for text in texts):
             stream.write(b"" if first else b",\n")
             stream.write(_scrub(text[1:-1].decode("utf-8", "replace"), private, removed).encode())
             first = False
