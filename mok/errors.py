@@ -128,6 +128,12 @@ class FaultRecord:
                 "is dead; look for a crashed rank, then create a new workspace (MOK_TIMEOUT_PEER sets the limit in seconds).",
                 self,
             )
+        if self.where.startswith("barrier"):
+            return LocalTimeoutError(
+                f"rank {self.rank} drained a launch and said so at {self.where}: rows of that step never came. This workspace is "
+                "dead on all ranks; the error of that rank names the flag it waited for.",
+                self,
+            )
         return LocalTimeoutError(
             f"rank {self.rank}: {self.where} stayed at {self.seen}, needed {self.need}; the launch was drained and its outputs "
             "are NaN. Please report this with the workload (MOK_TIMEOUT_LOCAL sets the limit in seconds).",

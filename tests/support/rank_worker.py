@@ -1,17 +1,20 @@
-"""One rank of a gloo world: runs every check that fits the world's size and saves what it saw for the test to judge.
+"""A gloo world: each of its ranks runs every check that fits the world's size and saves what it saw for the test to judge.
 
-    python tests/support/rank_worker.py RANK SIZE FOLDER
+    python tests/support/rank_worker.py SIZE FOLDER
 
-One world runs all of its checks, as starting processes costs more than the checks. Checks that end the world's
-connections (a rank that never arrives, a rank that dies) come last.
+The ranks are forks of one process that has imported everything, and one world runs all of its checks: starting processes
+costs more than the checks. Checks that end the world's connections (a rank that never arrives, a rank that dies) come
+last.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import os
+import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -31,8 +34,8 @@ from mok.workspace import MoKWorkspace, create_workspace, get_workspace
 
 Results = dict[str, Any]
 
-WORLDS = (1, 2, 4)
-EXPERTS = 8
+WORLDS = (1, 2, 3, 4, 8)
+EXPERTS = 8  # of every world that divides them
 WIDE = dataclasses.replace(SMALL, schedule_capacity_multiplier=1.0)  # capacity for all routes on one rank
 STEPS: dict[str, dict[str, Any]] = {
     "uneven": {"T": 819, "unrouted": 0.1, "duplicates": 0.1, "output_gate": True, "swiglu_limit": 1.5, "nan_unrouted": True},
@@ -40,7 +43,13 @@ STEPS: dict[str, dict[str, Any]] = {
     "no_shared": {"T": 60, "shared": False},
 }
 ROUTED = ("w_routed_gate", "w_routed_up", "w_routed_down")
-COUNTS = {("uneven", 4): (0, 7, 512, 300), ("uneven", 2): (0, 819), ("no_shared", 4): (1, 0, 0, 59)}
+COUNTS = {
+    ("uneven", 8): (0, 7, 312, 200, 0, 100, 1, 199),
+    ("uneven", 4): (0, 7, 512, 300),
+    ("uneven", 3): (307, 0, 512),
+    ("uneven", 2): (0, 819),
+    ("no_shared", 4): (1, 0, 0, 59),
+}
 LAYER_TOKENS = 60
 LAYER_COUNTS = {"even": (30, 30), "empty": (0, 60)}
 LEARNING_RATE = 1e-3
@@ -50,6 +59,11 @@ LAYER_SHAPE = MoEShape(hidden=128, intermediate=128, num_experts=EXPERTS, top_k=
 def counts_of(name: str, size: int) -> tuple[int, ...]:
     """Tokens per rank of a step in a world."""
     return COUNTS.get((name, size)) or VirtualGroup(size).split(STEPS[name]["T"])
+
+
+def experts_of(size: int) -> int:
+    """Experts of a world's problems: a number that it divides."""
+    return EXPERTS if EXPERTS % size == 0 else 2 * size
 
 
 def slice_of(case: LayerInputs, counts: tuple[int, ...], rank: int) -> LayerInputs:
@@ -69,7 +83,7 @@ def space(group: Any, counts: tuple[int, ...], config: MoKConfig = WIDE) -> MoKW
 def mine(name: str, rank: int, size: int) -> tuple[LayerInputs, MoKWorkspace]:
     """This rank's part of a step, and a workspace of the world for it."""
     counts = counts_of(name, size)
-    return slice_of(make_case(E=EXPERTS, **STEPS[name]), counts, rank), space(dist.group.WORLD, counts)
+    return slice_of(make_case(E=experts_of(size), **STEPS[name]), counts, rank), space(dist.group.WORLD, counts)
 
 
 def error_of(call: Callable[[], Any]) -> Results:
@@ -82,10 +96,15 @@ def error_of(call: Callable[[], Any]) -> Results:
     return {"kind": "none", "text": "", "seconds": time.monotonic() - started}
 
 
+def names_of(size: int) -> list[str]:
+    """The steps a world runs: the largest one only the first."""
+    return list(STEPS)[: 1 if size > 4 else None]
+
+
 def steps(rank: int, size: int) -> Results:
     """Forward and backward of every step in both precisions."""
     found: Results = {}
-    for name in STEPS:
+    for name in names_of(size):
         for precision in ("bf16", "mxfp8"):
             case, workspace = mine(name, rank, size)
             found[f"{name}-{precision}"] = run_step(case, precision, config=WIDE, workspace=workspace)
@@ -205,7 +224,7 @@ def never_arrives(rank: int, size: int) -> Results:
     step.build()
     os.environ["MOK_TIMEOUT_PEER"] = "3"
     dist.barrier()
-    folder = Path(sys.argv[3])
+    folder = Path(sys.argv[2])
     if rank == size - 1:
         waiting = [folder / f"gave_up_{r}" for r in range(size - 1)]
         while not all(path.exists() for path in waiting):
@@ -221,16 +240,32 @@ def never_arrives(rank: int, size: int) -> Results:
 
 
 def dies(rank: int, size: int) -> Results:
-    """The last rank dies between the barrier and the data of an exchange."""
+    """The last rank ends between the barrier and the data of an exchange."""
+    return _without(rank, size, size - 1, lambda: end(rank))
+
+
+def killed(rank: int, size: int) -> Results:
+    """Rank 1 is killed in mid-step, with 10 seconds for peers to arrive."""
+
+    def kill() -> None:
+        (Path(sys.argv[2]) / f"ended_{rank}").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    os.environ["MOK_TIMEOUT_PEER"] = "10"
+    return _without(rank, size, 1, kill)
+
+
+def _without(rank: int, size: int, lost: int, leave: Callable[[], Any]) -> Results:
+    """A forward that rank `lost` leaves after the barrier of the rows that go home, before their data."""
     case, workspace = mine("uneven", rank, size)
     step = Step(case, workspace, config=WIDE)
     step.build()
-    if rank == size - 1:
+    if rank == lost:
         exchange = workspace.ranks._exchange
 
         def fatal(place: str, *tables: Any) -> None:
             if place == "delivery of combine":
-                end(rank)
+                leave()
             exchange(place, *tables)
 
         workspace.ranks._exchange = fatal
@@ -251,30 +286,52 @@ def groups_without_gloo(rank: int, size: int) -> Results:
 CHECKS: dict[int, tuple[Callable[[int, int], Results], ...]] = {
     1: (steps, recompute, route_fault, groups_without_gloo),
     2: (steps, recompute, route_fault, disagreement, cache, layer, dies),
+    3: (steps, killed),
     4: (steps, recompute, route_fault, capacity_fault, disagreement, subset, never_arrives),
+    8: (steps,),
 }
 
 
 def end(rank: int) -> NoReturn:
     """Leave at once, as planned: destructors would wait for peers."""
-    (Path(sys.argv[3]) / f"ended_{rank}").touch()
+    (Path(sys.argv[2]) / f"ended_{rank}").touch()
     os._exit(0)
 
 
-def main() -> None:
+def run_rank(rank: int, size: int, folder: Path) -> None:
     """Run this world's checks; the results so far are saved after each, as the next may end the process."""
-    rank, size, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
-    torch.set_num_threads(1)
+    log = os.open(folder / f"log_{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
     found: Results = {}
     try:
         dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), size), rank=rank, world_size=size)
         for check in CHECKS[size]:
             found[check.__name__] = check(rank, size)
             torch.save(found, folder / f"rank_{rank}.pt")
-    except BaseException:
+    except BaseException:  # noqa: BLE001  # whatever ended the check: the test prints this log
+        traceback.print_exc()
         (folder / f"failed_{rank}").touch()
-        raise
+        os._exit(1)
     end(rank)
+
+
+def main() -> None:
+    """Fork the world's ranks and wait for all of them; one that a signal ended without notice has failed."""
+    size, folder = int(sys.argv[1]), Path(sys.argv[2])
+    torch.set_num_threads(1)
+    children: dict[int, int] = {}
+    for rank in range(size):
+        child = os.fork()
+        if child == 0:
+            run_rank(rank, size, folder)
+        children[child] = rank
+    while children:
+        child, _ = os.wait()
+        rank = children.pop(child)
+        if not (folder / f"ended_{rank}").exists():
+            (folder / f"failed_{rank}").touch()
+    (folder / "all_gone").touch()
 
 
 if __name__ == "__main__":
