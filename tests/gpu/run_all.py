@@ -40,6 +40,7 @@ SHOWS = {
     "bits": "one digest over configurations, repeats, batches and positions",
     "functional": "EP, graphs, host syncs, faults in a replay, measure.run with a trace",
     "engine": "each kernel beside its rule; planted faults; sizes beyond 2^31; the trace's accounting",
+    "ranks": "a world of one through torch's symmetric memory: VirtualGroup(1)'s digests, meetings on the device, a late peer",
     "sanitizer": "compute-sanitizer on a tiny step, and on each ordering pattern alone",
 }
 
@@ -84,6 +85,7 @@ def parts() -> list[Part]:
               ("ep", "graph", "syncs", "faults", "measure")]  # fmt: skip
     found.append(Part("rules", "engine", 90, script("engine_check", "schedule", "quantize", "epilogue", "contract")))
     found += [Part(name, "engine", 90, script("engine_check", name)) for name in ("meeting", "faults", "big")]
+    found.append(Part("ranks", "ranks", 90, script("ranks_check")))
     found.append(Part("doctor", "functional", 60, [sys.executable, "-m", "mok", "doctor", "--json"]))
     found.append(Part("trace", "engine", 40, script("engine_check", "trace"), alone=True))
     return found
