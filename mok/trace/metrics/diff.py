@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from mok.trace.columns import NO_VALUE, Strings
 from mok.trace.metrics.device import device_times
@@ -23,6 +22,7 @@ from mok.trace.model import Trace
 
 CATEGORIES = ("kernel", "memcpy", "memset", "graph", "runtime", "driver", "nvtx", "user_annotation", "cpu_op", "python")
 SHAPE = ("grid", "block_dim", "bytes", "copy_kind")
+_SPARSE, _ROOM = 1 << 20, 1 << 62
 IDENTITY = "category, name, launch shape, rank, device, and the count of such events before it"
 
 
@@ -96,19 +96,27 @@ def _identities(trace: Trace, categories: Sequence[str], tables: dict[tuple[str,
     """(identity of every event of the categories, its duration), in order of start; `tables` numbers identities of both."""
     spans, lanes = trace.spans, trace.lanes
     rows = np.flatnonzero(spans.category.where(*categories))
-    columns: list[npt.NDArray[Any]] = [spans.category.codes[rows].astype(np.int64), spans.name.codes[rows].astype(np.int64)]
+    columns: list[Any] = [spans.category.codes[rows].astype(np.int64), spans.name.codes[rows].astype(np.int64)]
     shapes = [(name, spans.args[name]) for name in SHAPE if name in spans.args]
     for _, column in shapes:
         columns.append((column.codes if isinstance(column, Strings) else column)[rows].astype(np.int64))
     columns += [lanes.rank[spans.lane[rows]].astype(np.int64), lanes.device[spans.lane[rows]].astype(np.int64)]
     if not len(rows):
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
-    number = np.zeros(len(rows), np.int64)
-    for column in columns:  # pair by pair, so that a million rows cost a few sorts of one column
-        _, codes = np.unique(column, return_inverse=True)
-        _, number = np.unique(number * (int(codes.max()) + 1) + codes.reshape(-1), return_inverse=True)
-        number = number.reshape(-1)
-    _, first = np.unique(number, return_index=True)
+    number, size = np.zeros(len(rows), np.int64), 1
+    for column in columns:
+        low, high = int(column.min()), int(column.max())
+        if high - low >= _SPARSE:  # bytes, say: number what occurs
+            values, codes = np.unique(column, return_inverse=True)
+            column, low, high = np.asarray(codes, np.int64).reshape(-1), 0, len(values) - 1
+        width = high - low + 1
+        if size >= _ROOM // width:
+            _, number = np.unique(number, return_inverse=True)
+            number = number.reshape(-1)
+            size = int(number.max()) + 1
+        number, size = number * width + (column - low), size * width
+    _, first, number = np.unique(number, return_index=True, return_inverse=True)
+    number = number.reshape(-1)
     mapped = np.empty(len(first), np.int64)
     for index, row in enumerate(rows[first].tolist()):
         shape = ", ".join(f"{name} {text}" for name, column in shapes if (text := _text(column, row)))
@@ -141,20 +149,23 @@ def _grouped(identity: I64, dur: I64, size: int) -> list[I64]:
 
 def _beside(a: Trace, b: Trace) -> dict[str, tuple[Answer, Answer]]:
     """Busy and idle time summed over devices, and sync harm, of both."""
-    found: dict[str, tuple[Answer, Answer]] = {}
-    for name in ("span", "busy", "idle"):
-        found[name] = (_total(a, name), _total(b, name))
+    one, two = _totals(a), _totals(b)
+    found = {name: (one[name], two[name]) for name in one}
     found["sync_harm"] = (_harm(a), _harm(b))
     return found
 
 
-def _total(trace: Trace, name: str) -> Answer:
+def _totals(trace: Trace) -> dict[str, Answer]:
     times = device_times(trace)
+    names = ("span", "busy", "idle")
     if isinstance(times, Unknown):
-        return times
-    answers = [one.metrics[name] for one in times]
-    values = [answer.value for answer in answers if isinstance(answer, Metric)]
-    return Metric(sum(values), "ns", answers[0].definition + "; summed over devices")
+        return dict.fromkeys(names, times)
+    found: dict[str, Answer] = {}
+    for name in names:
+        answers = [one.metrics[name] for one in times]
+        values = [answer.value for answer in answers if isinstance(answer, Metric)]
+        found[name] = Metric(sum(values), "ns", answers[0].definition + "; summed over devices")
+    return found
 
 
 def _harm(trace: Trace) -> Answer:

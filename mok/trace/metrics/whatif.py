@@ -28,6 +28,7 @@ STEP = "from the first CUDA call to the end of the last call or device operation
 GROWTH = 0.01
 _LIMIT = 64.0
 _MANY = 1_000_000
+_MAX_NS = 1 << 61
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +91,9 @@ def host_what_if(trace: Trace, factors: Sequence[float] = FACTORS, *, limit: int
     if isinstance(made, Unknown):
         return made
     recorded = _recorded(trace, made)
+    if max(made.start_ns, 0) + recorded * max(_LIMIT, *factors) >= _MAX_NS:
+        reason = f"its calls and operations span {recorded / 1e9:,.0f} s, which no run does: a time in the file is damaged"
+        return Unknown(reason, "ns", STEP)
     base_time, _ = made.graph.solve(1.0)
     at_one = made.end_ns(trace, base_time)
     first = replayed(trace, made, base_time)
