@@ -190,7 +190,10 @@ def test_a_key_changes_with_what_is_measured_and_with_nothing_else(tmp_path: Pat
             assert key() != first
 
 
-def test_kernel_sources_count_by_content(tmp_path: Path) -> None:
+def test_kernel_sources_count_by_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    digest = keys.csrc_digest
+    monkeypatch.setattr(keys, "csrc_digest", lambda folder: "installed" if folder is None else digest(folder))
+
     def sources(name: str, text: str) -> str:
         folder = tmp_path / name
         folder.mkdir()
@@ -202,7 +205,8 @@ def test_kernel_sources_count_by_content(tmp_path: Path) -> None:
     fields = {"baseline": {"csrc": None}, "paired": True}
     made = {folder: next(iter(study(tmp_path, factors={"csrc": [folder]}, **fields).plan())) for folder in (one, same, other)}
     assert made[one].key == made[same].key != made[other].key
-    assert made[one].sources["csrc"] != made[one].sources["csrc_baseline"] == keys.csrc_digest(None)
+    assert made[one].sources["csrc"] != made[one].sources["csrc_baseline"] == "installed"
+    assert re.fullmatch("[0-9a-f]{32}", digest(None))
     with pytest.raises(InputError, match="measure the same"):
         study(tmp_path, factors={"csrc": [one, same]}, **fields).plan()
 
@@ -284,7 +288,7 @@ def test_a_pair_says_whether_the_bits_are_the_baselines() -> None:
         other = point.measure(step(seed=1), baseline={"seed": 0}, **quick)
     assert other.extra["same_bits"] is None  # other data: bits say nothing
     assert other.extra["digests"] != other.extra["baseline_digests"]
-    assert set(same.metrics) == {"forward_ms", "schedule_ms"}
+    assert set(same.metrics) == {"forward_ms", "schedule_ms", "measured_s"}
     assert same.extra["num_blocks"] == 8
 
 
@@ -418,3 +422,21 @@ def test_sql_sees_the_runs_and_nothing_else(tmp_path: Path) -> None:
         with pytest.raises(InputError):
             made.query(sql)
     assert not Path("x.csv").exists()
+
+
+def test_the_cost_of_a_study_is_told_from_its_measurement(tmp_path: Path) -> None:
+    from mok.bench.studies import Costs
+
+    row = Costs(30.0, [(0.25, 0.2)] * 100, [(2.2, 0.2), (3.2, 0.2), (9.2, 5.2)]).row("tiny-100")
+    assert (row.metric, row.samples) == ("overhead_s_per_run", 100)
+    assert row.ours == pytest.approx(0.1)  # 30 s over 100 runs, less what each measured
+    assert row.baselines == {"papermill": pytest.approx(3.0)}
+
+
+@pytest.mark.slow
+def test_a_study_costs_a_fraction_of_the_papermill_command(tmp_path: Path) -> None:
+    from mok.bench import studies
+
+    row = studies.run(tmp_path, str, num_runs=40, num_papermill=2).row("tiny-40")
+    assert row.ours <= 0.3
+    assert row.baselines["papermill"] >= 8 * row.ours

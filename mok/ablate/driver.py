@@ -12,6 +12,7 @@ import hashlib
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,10 +22,11 @@ from typing import TYPE_CHECKING, Any
 from mok.ablate import executors
 from mok.ablate.engine import stopping
 from mok.ablate.execute import read_outcome
+from mok.ablate.failures import last_lines, tail
 from mok.ablate.job import Job, Outcome, write
 from mok.ablate.ledger import Ledger
 from mok.ablate.outcome import to_run
-from mok.ablate.planning import Plan, Planned
+from mok.ablate.planning import PAIR_OPTIONS, Plan, Planned
 from mok.ablate.status import Progress
 from mok.errors import InputError, WorkspaceError
 from mok.notebook import notebook_folder
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from mok.ablate.study import Study
 
 WAIT_S = 0.25
+START_S = 60.0
 WATCH_S = 0.2
 EXIT_RESUME = 75  # EX_TEMPFAIL: what is left can be done later by `mok study resume`
 
@@ -184,7 +187,12 @@ class Driver:
             parameters=entry.parameters,
             metrics=list(self.study.metrics),
             device=self.plan.device,
-            context={"seed": seed, "num_comparisons": self.plan.num_comparisons, "bits": self.study.bits},
+            context={
+                "seed": seed,
+                "num_comparisons": self.plan.num_comparisons,
+                "bits": self.study.bits,
+                **{name: getattr(self.study, name) for name in PAIR_OPTIONS},
+            },
             imports=list(self.study.imports),
             timeout_s=self.study.timeout_s,
         )
@@ -270,7 +278,11 @@ def _kept(plan: Plan) -> dict[str, Any]:
 
 
 def start(study: Study) -> subprocess.Popen[bytes]:
-    """`mok study run` for `study` in a process of its own, its output in the study's folder (driver.log)."""
+    """`mok study run` for `study` in a process of its own, its output in the study's folder (driver.log).
+
+    Returns once that process holds the study, or has ended with nothing left to do. Raises WorkspaceError when another
+    driver holds it, or the process ended with a mistake.
+    """
     plan = study.plan()  # every mistake is raised here, not in a log
     executors.check(dict(study.executor))  # type: ignore[arg-type]
     ledger = Ledger(study.folder)
@@ -284,4 +296,11 @@ def start(study: Study) -> subprocess.Popen[bytes]:
         Progress(plan, ledger, bar=False).beat(force=True)
     with (study.folder / "driver.log").open("ab") as log:
         command = [sys.executable, "-m", "mok", "study", "run", str(study.folder)]
-        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+    deadline = time.monotonic() + START_S
+    while ledger.driver() is None and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    if process.poll() not in (None, 0, 1, EXIT_RESUME):
+        said = last_lines([tail(study.folder / "driver.log")])[-3:]
+        raise WorkspaceError(f"the driver of {study.name} ended with exit code {process.returncode}: {' | '.join(said)}")
+    return process

@@ -22,9 +22,11 @@ PAYLOAD_VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What the runner tells a notebook that it executes: where files go, the run's seed, how many comparisons there are.
+    """What the runner tells a notebook that it executes: where files go, the run's seed, and the study's stop rule.
 
-    Without a runner (a person in JupyterLab) the defaults hold and no file is written.
+    num_comparisons: of the whole study. resolution, alpha, min_blocks, max_blocks, burst: the study's, so that a notebook
+    that does not pass them on is measured by them all the same. Without a runner (a person in JupyterLab) the defaults
+    hold and no file is written.
     """
 
     folder: str | None = None
@@ -32,6 +34,11 @@ class Context:
     seed: int = 0
     num_comparisons: int = 1
     bits: str = "report"
+    resolution: float = 0.02
+    alpha: float = 0.05
+    min_blocks: int = 8
+    max_blocks: int = 40
+    burst: int = 5
 
 
 _current = Context()

@@ -67,10 +67,10 @@ def compare(
     baseline: Burst,
     *,
     metric: str,
-    resolution: float = 0.02,
-    alpha: float = 0.05,
-    min_blocks: int = 8,
-    max_blocks: int = 40,
+    resolution: float | None = None,
+    alpha: float | None = None,
+    min_blocks: int | None = None,
+    max_blocks: int | None = None,
     guards: Callable[[], Mapping[str, float | None]] | None = None,
     warmup: int = 1,
     seed: int | None = None,
@@ -79,12 +79,14 @@ def compare(
     """Measure ABBA blocks until the stop rule says so for `metric`, or `max_blocks` are done.
 
     candidate, baseline: called once per position; return metric -> samples of one burst, positive numbers, the same
-    metrics every time. guards: read before the first block and after each one. seed, num_comparisons: default to the
-    run's. Raises InputError for a burst without `metric`, or with samples that have no logarithm.
+    metrics every time. guards: read before the first block and after each one. resolution, alpha, min_blocks,
+    max_blocks, seed, num_comparisons: default to the study's that runs this, else to `emit.Context`'s. Raises InputError
+    for a burst without `metric`, or with samples that have no logarithm.
     """
     require(is_int(warmup) and warmup >= 0, f"warmup must be an int >= 0, got {warmup!r}.")
     about = emit.current()
-    rule = StopRule(resolution, alpha, min_blocks, max_blocks, num_comparisons or about.num_comparisons)
+    least, most = min_blocks or about.min_blocks, max_blocks or about.max_blocks
+    rule = StopRule(resolution or about.resolution, alpha or about.alpha, least, most, num_comparisons or about.num_comparisons)
     arms = {"A": baseline, "B": candidate}
     for _ in range(warmup):
         for burst in arms.values():
@@ -93,7 +95,7 @@ def compare(
     start = time.monotonic()
     if guards is not None:
         guards()  # the first reading follows set-up, not a block: it warms the canary and is not kept
-    for block, order in enumerate(orders(max_blocks, about.seed if seed is None else seed)):
+    for block, order in enumerate(orders(most, about.seed if seed is None else seed)):
         logs: dict[str, dict[str, list[float]]] = {"A": {}, "B": {}}
         for position, arm in enumerate(order):
             medians = log.burst(arm, block, position, _checked(arms[arm](), metric))
@@ -104,7 +106,7 @@ def compare(
             ratios.setdefault(name, []).append(float(np.mean(logs["B"][name]) - np.mean(logs["A"][name])))
         if guards is not None:
             log.guard(block, time.monotonic() - start, guards())
-        if block + 1 >= min_blocks and rule.stop(ratios[metric]):
+        if block + 1 >= least and rule.stop(ratios[metric]):
             break
     count = len(ratios[metric])
     return Pairs(log.samples, log.guards, {name: np.asarray(values) for name, values in ratios.items()}, count)

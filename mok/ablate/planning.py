@@ -20,7 +20,8 @@ from mok.notebook import notebook_folder
 if TYPE_CHECKING:
     from mok.ablate.study import Study
 
-# What a paired notebook may take beside `baseline`, from the study's fields of the same names.
+# The stop rule of a paired run: the study's fields of these names reach the notebook through the run's context, and as
+# parameters where its cell has them.
 PAIR_OPTIONS = ("resolution", "alpha", "min_blocks", "max_blocks", "burst")
 
 
@@ -157,6 +158,8 @@ def make(study: Study) -> Plan:
     fixed = schema.fit(study.parameters)
     device = study.device or keys.device_class()
     sources = {"notebook": keys.code_digest(source), "package": keys.package_digest(), "device": device}
+    if study.paired:
+        sources["rule"] = canonical({name: getattr(study, name) for name in PAIR_OPTIONS})
     if study.bits == "equal":
         sources["bits"] = "equal"  # what counts as done differs
     kernels: dict[str | None, str] = {}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -48,29 +49,35 @@ def measure(
     warmup: int = 2,
     check: bool = False,
     trace: bool = False,
-    resolution: float = 0.02,
-    alpha: float = 0.05,
-    min_blocks: int = 8,
-    max_blocks: int = 40,
-    burst: int = 5,
+    resolution: float | None = None,
+    alpha: float | None = None,
+    min_blocks: int | None = None,
+    max_blocks: int | None = None,
+    burst: int | None = None,
 ) -> Measured:
     """Measure the step `parameters` describe (fields of Workload and MoKConfig by name).
 
     machine: a machine model to simulate instead of running. baseline: parameters the A arm changes; both arms are then
     measured in ABBA blocks of `burst` samples per position until the stop rule is satisfied, else `repeats` samples are
-    taken. check: compare with the float64 oracle. trace: keep a timeline (simulated, or the kernel's own).
-    Raises InputError, CapabilityError, NumericsError for a wrong answer.
+    taken; what is not given of the rule is the study's. check: compare with the float64 oracle. trace: keep a timeline
+    (simulated, or the kernel's own). The metric `measured_s` is what all this took, imports left out. Raises InputError,
+    CapabilityError, NumericsError for a wrong answer.
     """
     work = workload_of(parameters)
     require(work is not None, "measure needs at least the parameters 'shape' and 'tokens'.")
     assert work is not None
     other = workload_of({**parameters, **baseline}) if baseline else None
-    if machine:
-        return _simulated(work, other, machine, trace)
-    if other is None:
-        return _alone(work, repeats, warmup, check, trace)
     rule = {"resolution": resolution, "alpha": alpha, "min_blocks": min_blocks, "max_blocks": max_blocks}
-    return _paired(work, other, rule, burst, warmup, check)
+    from mok import measure as _loaded  # noqa: F401  (torch and all of the step: importing is not measuring)
+
+    begin = time.perf_counter()
+    if machine:
+        found = _simulated(work, other, machine, trace)
+    elif other is None:
+        found = _alone(work, repeats, warmup, check, trace)
+    else:
+        found = _paired(work, other, rule, burst or emit.current().burst, warmup, check)
+    return dataclasses.replace(found, metrics={**found.metrics, "measured_s": time.perf_counter() - begin})
 
 
 def _simulated(work: Workload, other: Workload | None, machine: str, trace: bool) -> Measured:
@@ -81,7 +88,11 @@ def _simulated(work: Workload, other: Workload | None, machine: str, trace: bool
     kernel = made.kernels[0] if made.kernels else None
     if kernel is not None:
         metrics["cost_of_comm_pct"] = 100 * kernel.cost_of_communication
-    extra: dict[str, Any] = {"notes": [made.label, *made.notes], "trace": made.trace if trace else None}
+    extra: dict[str, Any] = {
+        "notes": [made.label, *made.notes],
+        "trace": made.trace if trace else None,
+        "device": {"label": made.label},
+    }
     rows = made.summary_rows()
     if other is not None:
         base = simulate(other, machine)

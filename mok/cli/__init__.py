@@ -20,6 +20,7 @@ import typer
 
 import mok
 from mok.cli.bench import bench_app
+from mok.cli.bench_studies import studies
 from mok.cli.capture import capture_app
 from mok.cli.certify import certify
 from mok.cli.options import (
@@ -65,6 +66,7 @@ app.add_typer(routing_app, name="routing")
 app.add_typer(bench_app, name="bench")
 app.add_typer(capture_app, name="capture")
 app.add_typer(study_app, name="study")
+bench_app.command()(studies)
 app.add_typer(trace_app, name="trace")
 app.command()(certify)
 app.command("open")(open_page)
