@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from mok.capture.host import merged, nsys
     from mok.capture.inside import kernel_trace, torch_profile
     from mok.capture.merge import in_kernel
-    from mok.capture.ncu_job import mark
+    from mok.capture.ncu_job import mark, window
     from mok.capture.place import collect
     from mok.capture.result import Capture, Counters
     from mok.capture.script import Script, cell
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _LAZY = {
     "Capture": "result", "CaptureError": "faults", "Counters": "result", "Limits": "child", "Script": "script", "cell": "script",
     "collect": "place", "in_kernel": "merge", "kernel_trace": "inside", "mark": "ncu_job", "merged": "host", "ncu": "counters",
-    "nsys": "host", "torch_profile": "inside",
+    "nsys": "host", "torch_profile": "inside", "window": "ncu_job",
 }  # fmt: skip
 
 __all__ = [
@@ -42,6 +42,7 @@ __all__ = [
     "ncu",
     "nsys",
     "torch_profile",
+    "window",
 ]
 
 

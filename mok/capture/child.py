@@ -32,12 +32,17 @@ Progress = Callable[[float, str], None]
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """When a child is stopped. timeout_s: in all; silent_s: without output or a growing file; grace_s: to end when asked."""
+    """When a child is stopped. timeout_s: in all; silent_s: without output or a growing file; grace_s: to end when asked.
+
+    turn: a file whose lock a job holds while it uses the GPU: captures started side by side then do not disturb each other,
+    and overlap only in what they do on the CPU.
+    """
 
     timeout_s: float = 1800.0
     silent_s: float = 600.0
     grace_s: float = 20.0
     min_free_bytes: int = MIN_FREE_BYTES
+    turn: str = ""
 
 
 class Stop:

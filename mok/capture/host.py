@@ -26,7 +26,7 @@ RECORDS = 4096
 EXPORT_TIMEOUT_S = 1800.0
 Out = str | os.PathLike[str] | None
 _REFUSED_METRICS = re.compile(r"gpu-metrics|GPU Metrics|ERR_NVGPUCTRPERM", re.IGNORECASE)
-CAPTURE_RANGE = "mok capture"
+RANGES = ("mok window", "mok capture")  # the first that is there is what the trace keeps
 
 
 def nsys(
@@ -52,7 +52,7 @@ def nsys(
     request = {"repeats": repeats, "warmup": warmup, "lines": lines, "gpu_metrics": gpu_metrics, "records": 0}
     with session("nsys", job_of(job), out=out, name=name, limits=limits, progress=progress, request=request) as made:
         trace = _host_trace(made, gpu_metrics, keep_sqlite)
-        return _done(made, trimmed(trace, CAPTURE_RANGE), keep_sqlite)
+        return _done(made, trimmed(trace, RANGES), keep_sqlite)
 
 
 def merged(
@@ -77,7 +77,7 @@ def merged(
     repeats_of(repeats, warmup)
     request = {"repeats": repeats, "warmup": warmup, "lines": lines, "gpu_metrics": gpu_metrics, "records": records}
     with session("merged", job_of(job), out=out, name=name, limits=limits, progress=progress, request=request) as made:
-        host = trimmed(_host_trace(made, gpu_metrics, keep_sqlite), CAPTURE_RANGE)
+        host = _host_trace(made, gpu_metrics, keep_sqlite)
         launches = read_launches(made.folder)
         if not launches:
             raise CaptureError(
@@ -92,7 +92,7 @@ def merged(
             text = str(error) if isinstance(error, InputError) else f"the probes' readings cannot be read: {error}."
             raise CaptureError(f"{text} The report is in {made.folder}.", "truncated", made.folder) from None
         trace, _ = merge.merge(host, launches, bridge, facts)
-        return _done(made, trace, keep_sqlite)
+        return _done(made, trimmed(trace, RANGES), keep_sqlite)
 
 
 def read_launches(folder: Path) -> list[Trace]:

@@ -81,6 +81,7 @@ def run(request: dict[str, Any], folder: Path) -> None:
 
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     with contextlib.ExitStack() as stack:
+        stack.enter_context(turn(request["turn"]))
         if request["workload"] is not None:
             workload = Workload.from_dict(request["workload"])
             body = stack.enter_context(payload.workload_body(workload, device, request["repeats"]))
@@ -100,6 +101,19 @@ def run(request: dict[str, Any], folder: Path) -> None:
                 _synchronize(device)
             body.check()
         _facts(folder, body.engine)
+
+
+@contextlib.contextmanager
+def turn(path: str) -> Iterator[None]:
+    """Hold the lock of the file `path` inside the block; "" is no lock."""
+    if not path:
+        yield
+        return
+    import fcntl
+
+    with open(path, "a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield  # closing the file lets go of the lock
 
 
 def _synchronize(device: torch.device) -> None:

@@ -76,7 +76,9 @@ def probe_rows(trace: Trace) -> I64:
 
 
 def bridge_of(trace: Trace, readings: I64, kinds: Sequence[str]) -> tuple[Bridge, dict[str, Any]]:
-    """(the bridge fitted on probes, how the markers sit on it). readings int64 [N, 3], kinds: each one's kernel.
+    """(the bridge fitted on probes; how the markers sit on it, and the readings, so that anyone can fit again).
+
+    readings int64 [N, 3], kinds: each one's kernel.
 
     Raises InputError when nsys saw another number of probes than ran.
     """
@@ -98,7 +100,13 @@ def bridge_of(trace: Trace, readings: I64, kinds: Sequence[str]) -> tuple[Bridge
         for number in np.flatnonzero(~plain).tolist()
         if number in marks and readings[number, 1] > 0
     ]
-    return bridge, {"markers": len(residuals), "marker_residuals_ns": residuals}
+    kept = {
+        "first_ns": (readings[plain, 0] - bridge.origin_ns).tolist(),
+        "last_ns": (readings[plain, 2] - bridge.origin_ns).tolist(),
+        "start_ns": spans.start_ns[at].tolist(),
+        "end_ns": spans.end_ns[at].tolist(),
+    }
+    return bridge, {"markers": len(residuals), "marker_residuals_ns": residuals, "readings": kept}
 
 
 def merge(nsys: Trace, launches: Sequence[Trace], bridge: Bridge, facts: dict[str, Any]) -> tuple[Trace, tuple[HeldOut, ...]]:

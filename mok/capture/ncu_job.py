@@ -38,6 +38,18 @@ def mark(name: str) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def window() -> Iterator[None]:
+    """The part of a script that nsys and merged keep; without one they keep the whole run. For ncu it means nothing."""
+    from mok.capture.payload import WINDOW_RANGE, nvtx
+
+    if _measuring.get():
+        yield
+        return
+    with nvtx(WINDOW_RANGE):
+        yield
+
+
 def main(path: str) -> int:
     """Measure one request; returns the exit code. metrics.json or error.json is left beside the request."""
     request_path = Path(path)
@@ -51,9 +63,9 @@ def main(path: str) -> int:
         traceback.print_exc()
         text = str(error) if isinstance(error, MokError) else f"{type(error).__name__}: {error}"
         tool = "ncu" if type(error).__module__.startswith("nsight") else None
-        path = folder / "error.json"
-        if not path.exists():  # under nsight-python 0.9 the process that ncu runs has said it better
-            path.write_text(json.dumps({"class": type(error).__name__, "message": text, "tool": tool}))
+        said = folder / "error.json"
+        if not said.exists():  # under nsight-python 0.9 the process that ncu runs has said it better
+            said.write_text(json.dumps({"class": type(error).__name__, "message": text, "tool": tool}))
         return 1
     if found is not None:
         (folder / "metrics.json").write_text(json.dumps(found))
@@ -62,7 +74,9 @@ def main(path: str) -> int:
 
 def measure(request: dict[str, Any], folder: Path) -> dict[str, Any] | None:
     """The table as `Counters.to_dict` has it, None where nothing was measured."""
-    nsight = importlib.import_module("nsight")
+    from mok.capture.job import turn
+
+    nsight = importlib.import_module("nsight")  # before anything of CUDA: 1.x can only attach then
     body = _body(request)
     options = {
         "runs": request["runs"],
@@ -78,7 +92,8 @@ def measure(request: dict[str, Any], folder: Path) -> dict[str, Any] | None:
     def measured() -> None:
         token = _measuring.set(True)
         try:
-            body()
+            with turn(request["turn"]):
+                body()
         finally:
             _measuring.reset(token)
 

@@ -20,6 +20,7 @@ from mok.measure import Step, layer_of
 from mok.workload import Workload
 
 CAPTURE_RANGE = "mok capture"  # everything outside it is set-up, and is trimmed off the trace
+WINDOW_RANGE = "mok window"  # what a script itself asks for, by `window()`
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,4 +104,4 @@ def script_body(script: Script, ranges: bool) -> Body:
     return Body(None, (lambda: lines.run(script, line),), lambda: None, "script")
 
 
-__all__ = ["CAPTURE_RANGE", "Body", "device_inputs", "nvtx", "script_body", "workload_body"]
+__all__ = ["CAPTURE_RANGE", "WINDOW_RANGE", "Body", "device_inputs", "nvtx", "script_body", "workload_body"]

@@ -97,6 +97,7 @@ def session(
         "script_name": job.name if isinstance(job, Script) else None,
         "script_folder": job.folder if isinstance(job, Script) else None,
         "arguments": list(job.arguments) if isinstance(job, Script) else [],
+        "turn": limits.turn if limits is not None else "",
         **request,
     }
     with catching_sigterm() as stop, _shown(progress, f"{tool} {place.final.name}") as shown:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,15 +14,16 @@ from mok.trace.model import Trace
 MARGIN_NS = 50_000
 
 
-def trimmed(trace: Trace, text: str) -> Trace:
-    """The spans and samples within the NVTX range `text` (the first of that name), a little margin included.
+def trimmed(trace: Trace, texts: Sequence[str]) -> Trace:
+    """The spans and samples within the first of the NVTX ranges `texts` that is there, a little margin included.
 
     A trace without the range comes back whole, with a diagnostic. Counts in coverage are those of what is kept.
     """
     spans = trace.spans
-    found = np.flatnonzero(spans.name.where(text) & spans.category.where("nvtx"))
-    if not len(found):
-        note = f"the range {text!r} is not in this file, so the trace holds all of it, set-up included"
+    ranges = spans.category.where("nvtx")
+    found = next((rows for text in texts if len(rows := np.flatnonzero(spans.name.where(text) & ranges))), None)
+    if found is None:
+        note = f"the range {texts[-1]!r} is not in this file, so the trace holds all of it, set-up included"
         return dataclasses.replace(trace, meta=dataclasses.replace(trace.meta, diagnostics=(*trace.meta.diagnostics, note)))
     low, high = int(spans.start_ns[found[0]]) - MARGIN_NS, int(spans.end_ns[found[0]]) + MARGIN_NS
     keep = (spans.end_ns >= low) & (spans.start_ns <= high)
