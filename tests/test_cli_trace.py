@@ -57,6 +57,8 @@ def test_answers(capsys: pytest.CaptureFixture[str], steps: Path) -> None:
     found = asked(capsys, "summary", steps)
     assert found["devices"][0]["metrics"]["kernel_busy"]["value"] == 159_000
     assert found["kernels"][0] == {"name": "k1", "count": 4, "total_ns": 159_000, "max_ns": 50_000}
+    assert found["calls"][0]["name"] == "cudaStreamSynchronize"
+    assert found["ranges"]["value"] is None
     assert found["critical_path"]["metrics"]["length"]["value"] > 0
     harm = asked(capsys, "syncs", steps, "--limit", "1")
     assert harm["value"] == harm["metrics"]["harm"]["value"] > 0

@@ -48,7 +48,7 @@ def _abstain(answer: Unknown, as_json: bool) -> None:
 
 @trace_app.command()
 def summary(files: Files, limit: Limit = 10, as_json: AsJson = False) -> None:
-    """Busy and idle time, launches, what held the run up, and the kernels that took longest.
+    """Busy and idle time, launches, what held the run up; kernels, calls and annotated ranges that took longest.
 
     \b
     Examples:
@@ -56,6 +56,7 @@ def summary(files: Files, limit: Limit = 10, as_json: AsJson = False) -> None:
       mok trace summary profile.json.gz --limit 20 --json
     """
     from mok.trace.metrics import Unknown, critical_path, device_times, launch_stats
+    from mok.trace.metrics.compat import api_totals, project
     from mok.trace.metrics.value import shown
 
     trace = open_files(files)
@@ -74,11 +75,22 @@ def summary(files: Files, limit: Limit = 10, as_json: AsJson = False) -> None:
     for row in kernels:
         longest = shown(row["max_ns"], "ns")
         rows.append((f"{row['count']:,} x", f"{shown(row['total_ns'], 'ns')} in all, longest {longest}: {row['name'][:90]}"))
+    for call in api_totals(trace)[:limit]:
+        rows.append((f"{call['count']:,} x", f"{shown(call['total_ns'], 'ns')} in calls of {call['name']}"))
+    ranges = project(trace)
+    projected = [] if isinstance(ranges, Unknown) else ranges.by_name(trace)[:limit]
+    for part in projected:
+        device = shown(part["device_ns"], "ns")
+        rows.append(
+            (f"{part['count']:,} x", f"{device} on the device, {part['num_ops']:,} operations: range {part['name'][:90]}")
+        )
     data = {
         "devices": [one.to_dict() for one in times],
         "launch": started.to_dict(),
         "critical_path": path.to_dict() if isinstance(path, Unknown) else path.to_dict(trace, limit),
         "kernels": kernels,
+        "calls": api_totals(trace)[:limit],
+        "ranges": ranges.to_dict() if isinstance(ranges, Unknown) else projected,
     }
     say(rows, data, as_json)
 

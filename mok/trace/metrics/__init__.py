@@ -1,6 +1,7 @@
 """Numbers from timelines that an expert can trust: each with unit, coverage and definition, or the reason why there is none."""
 
 from mok.trace.metrics.activity import Device, activity, launches
+from mok.trace.metrics.compat import project
 from mok.trace.metrics.critical import CriticalPath, critical_path
 from mok.trace.metrics.device import DeviceTime, device_times
 from mok.trace.metrics.diff import TraceDiff, diff
@@ -36,4 +37,5 @@ __all__ = [
     "launch_stats",
     "launches",
     "overlap",
+    "project",
 ]

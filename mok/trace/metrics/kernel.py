@@ -6,7 +6,7 @@ SMs x kernel time. A computing SM has two consumer warpgroups; its time is the m
 - tensor: inside an mma span, minus the time that warpgroup waited for operands;
 - stall: the waiting that a `stall` record states, and empty time while the producer loads the operands of a tile that
   the warpgroup is recorded to multiply (pipeline fill);
-- exposed communication: the warpgroup is empty while its producer waits on a row flag (x_ready);
+- exposed communication: the warpgroup is empty while its producer waits on a row flag (x_ready, dy_ready);
 - epilogue: inside an epilogue span, minus waits in it; communication: copying rows, on any SM, and all time of a
   communication SM; idle: before the CTA's start and after its end;
 - other: everything no record explains (set-up, waiting for a task, a tile this CTA does not have, lost records), waits
@@ -107,8 +107,8 @@ def account(trace: Trace) -> SmAccounting:
         lanes_here = roles.get(sm, {})
         mine = of_lane.get(lanes_here.get("producer", -1), nothing)
         waits = mine[category[mine] == "wait"]
-        rows = waits[name[waits] == "wait x_ready"]
-        others = waits[name[waits] != "wait x_ready"]
+        row_flags = np.isin(name[waits], ("wait x_ready", "wait dy_ready"))
+        rows, others = waits[row_flags], waits[~row_flags]
         loads = mine[category[mine] == "load"]
         loaded = _tiles(trace, loads, name)
         consumers = [of_lane.get(index, nothing) for part, index in lanes_here.items() if part.startswith("consumer")]
