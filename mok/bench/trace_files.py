@@ -49,6 +49,10 @@ def _us(ns: int) -> str:
     return f"{ns // 1000}.{ns % 1000:03d}"
 
 
+def _length(i: int) -> int:
+    return 25_000 + i % 11 * 1000 if i % _COLLECTIVE_EVERY == 0 else 6_000 + i % 5 * 1000
+
+
 def _event(head: str, ts: int, dur: int | None, args: str) -> str:
     times = f'"ts": {_us(ts)}' + (f', "dur": {_us(dur)}' if dur is not None else "")
     return f'  {{\n    {head},\n    {times},\n    "args": {{\n      {args}\n    }}\n  }}'
@@ -66,9 +70,9 @@ def _operators(count: int) -> Iterator[str]:
 
 def _operator(i: int, begin: int) -> str:
     collective = i % _COLLECTIVE_EVERY == 0
-    kind, stream, start = i % len(_KERNELS), 20 if collective else 7, begin + 9000 + i % 7 * 100
+    kind, stream, start = i % len(_KERNELS), 20 if collective else 7, begin + 9000 + i % 7 * 1000
     name = _COLLECTIVE if collective else _KERNELS[kind]
-    length = 25_000 + i % 11 * 300 if collective else 10_000 + i % 13 * 137
+    length = _length(i)
     events = []
     for depth, (tail, ts, dur) in enumerate((("", begin, 8000), ("_out", begin + 500, 7000))):
         args = f'"External id": {3 * i + 2 + depth},"Record function id": 0, "Sequence number": {i}, "Fwd thread id": 0, '
@@ -130,8 +134,7 @@ def _marks(count: int) -> str:
 def _kernel_rows(count: int, process: int) -> Iterator[tuple[int | None, ...]]:
     for i in range(count):
         collective = i % _COLLECTIVE_EVERY == 0
-        start = i * _PERIOD_NS + 9000 + i % 7 * 100
-        length = 25_000 + i % 11 * 300 if collective else 10_000 + i % 13 * 137
+        start, length = i * _PERIOD_NS + 9000 + i % 7 * 1000, _length(i)
         name = len(_KERNELS) + 1 if collective else i % len(_KERNELS) + 1
         stream = 20 if collective else 7
         head = (start, start + length, 0, 1, None, stream, i + 1, process, name, name, name, 1, 0, 168, 132, 1, 1, 384, 1, 1)

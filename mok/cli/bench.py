@@ -102,6 +102,44 @@ def step(
     _kernels("step", cases, out, replace, rounds, tune, comm_sms, minibatch, combine, as_json)
 
 
+@bench_app.command()
+def traces(
+    cases: Annotated[list[str] | None, typer.Argument(help="kineto-1m nsys-1m kineto-5m nsys-5m; default: all.")] = None,
+    out: Out = None,
+    replace: Replace = False,
+    rounds: Rounds = 20,
+    hta: Annotated[
+        Path | None, typer.Option(help="An interpreter that has HolisticTraceAnalysis; default: one is made for the occasion.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Time opening large traces with overlap and idle or syncs, beside HolisticTraceAnalysis; no GPU is needed.
+
+    \b
+    Example:
+      mok bench traces kineto-1m nsys-1m --out traces.json
+    """
+    from mok.bench import traces as bench
+    from mok.bench.record import Record
+
+    chosen = bench.suite(cases or ())
+    words = ["mok", "bench", "traces", *(cases or ()), "--rounds", str(rounds), *(["--out", out.name] if out else [])]
+    record = Record(shlex.join(words), out, replace=replace)
+
+    def say(text: str) -> None:
+        stream = sys.stderr if as_json else sys.stdout
+        stream.write(text + "\n")
+        stream.flush()
+
+    for rows in bench.run(chosen, rounds, hta, record, say):
+        for row in rows:
+            say(bench.line(row))
+    if as_json:
+        import msgspec
+
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(record.data), indent=2).decode() + "\n")
+
+
 def _kernels(
     phase: str,
     cases: list[str] | None,

@@ -34,15 +34,33 @@ SLICE = np.dtype(
 )
 RECORD = np.dtype([("tag", "<u4"), ("value", "<u4")])
 
+# Kinds four at a time: their load, mma and epilogue events are 4 apart. A replay in backward is a gate_up; the shared
+# expert's three weight gradients share a name, for a tag has 64 events.
 KINDS = ("gate_up_shared", "down_shared", "gate_up", "down")
+BACKWARD_KINDS = (
+    ("dgrad_down_shared", "dgrad_gate_up_shared", "wgrad_shared", "dgrad_down"),
+    ("dgrad_gate_up", "wgrad_down", "wgrad_gate", "wgrad_up"),
+)
+_UNITS = {0: "dispatch_dy", 8: "combine_dx"}  # places no kernel waits at
+
+
+def _gemm_events(kinds: tuple[str, ...]) -> list[str]:
+    return [f"{part} {kind}" for part in ("load", "mma", "epilogue") for kind in kinds]
+
+
 EVENTS = (
-    *(f"load {kind}" for kind in KINDS),
-    *(f"mma {kind}" for kind in KINDS),
-    *(f"epilogue {kind}" for kind in KINDS),
+    *_gemm_events(KINDS),
     "dispatch", "combine", "quantize", "stall",
-    *(f"wait {place}" for place in PLACES),
+    *(_UNITS.get(code, f"wait {place}") for code, place in enumerate(PLACES)),
+    *_gemm_events(BACKWARD_KINDS[0]), *_gemm_events(BACKWARD_KINDS[1]),
 )  # fmt: skip
-CATEGORIES = ("load",) * 4 + ("mma",) * 4 + ("epilogue",) * 4 + ("communication", "communication", "quantize", "stall")
+_UNIT_NAMES = ("dispatch", "combine", *_UNITS.values())
+CATEGORIES = tuple("communication" if name in _UNIT_NAMES else name.split()[0] for name in EVENTS)
+# Events whose index is a row block of the schedule.
+_ROW_KINDS = ("gate_up", "down", "dgrad_down", "dgrad_gate_up", *_UNIT_NAMES)
+_ROW_PLACES = ("hidden_ready", "y_ready", "d_hidden_ready", "dx_ready", "dx_done", "d_hidden_free")
+_BY_BLOCK = np.array([name.split()[-1] in (*_ROW_KINDS, *_ROW_PLACES) for name in EVENTS])
+_IS_MMA, _IS_WAIT = (np.array([category == wanted for category in CATEGORIES]) for wanted in ("mma", "wait"))
 STALL = EVENTS.index("stall")
 ROLES = ("producer", "consumer", "comm")
 _BEGIN, _END, _VALUE = 0, 1, 2
@@ -207,7 +225,8 @@ def _forget_turned(columns: dict[str, Any], header: dict[str, Any], tokens_per_e
     """Columns a tag is too small for become NO_VALUE, in place; returns the reasons, by "minibatch_unknown", "block_unknown"."""
     rows = 0 if tokens_per_expert is None else int(np.sum(np.asarray(tokens_per_expert, np.int64)))
     blocks = -(-max(rows, int(header.get("shared_rows", 0))) // _BLOCK_ROWS)
-    at_x_ready = columns["event"] == EVENTS.index("wait x_ready")  # its index is the minibatch, with 16 bits
+    # their index is the minibatch, with 16 bits
+    at_x_ready = np.isin(columns["event"], [EVENTS.index("wait x_ready"), EVENTS.index("wait dy_ready")])
     minibatches = int(columns["index"][at_x_ready].max(initial=-1)) + 1
     if rows and header.get("minibatch") and header.get("ring_rows"):
         ring, size = int(header["ring_rows"]), int(header["minibatch"])
@@ -241,7 +260,7 @@ def _pair(tag: Any, value: Any, lane: Any, start: Any) -> tuple[dict[str, Any], 
     # a stall value follows the end of its mma: find each value's latest mma end in the same lane
     values = np.flatnonzero((phase == _VALUE) & (event == STALL))
     ends = np.argsort(last, kind="stable")
-    multiplies = ends[(event[last[ends]] >= 4) & (event[last[ends]] < 8)]
+    multiplies = ends[_IS_MMA[event[last[ends]]]]
     if len(multiplies):
         owner = np.maximum(np.searchsorted(last[multiplies], values) - 1, 0)
         good = (last[multiplies][owner] < values) & (lane[last[multiplies]][owner] == lane[values])
@@ -286,11 +305,11 @@ def _lanes(slices: Any, used: Any, header: dict[str, Any]) -> tuple[Lanes, dict[
 def _spans(columns: dict[str, Any], life: dict[str, Any], tokens_per_expert: npt.ArrayLike | None) -> Spans:
     count, more = len(columns["event"]), len(life["lane"])
     event = columns["event"]
-    is_wait = event >= 16
+    is_wait = _IS_WAIT[event]
     names = (*EVENTS, "compute CTA", "communication CTA")
     name = np.concatenate([event, len(EVENTS) + life["comm"].astype(np.int64)]).astype(np.int32)
-    categories = (*dict.fromkeys(CATEGORIES), "wait", "kernel")
-    code = np.array([categories.index(CATEGORIES[i]) if i < 16 else categories.index("wait") for i in range(len(EVENTS))])
+    categories = (*dict.fromkeys(CATEGORIES), "kernel")
+    code = np.array([categories.index(category) for category in CATEGORIES])
     category = np.concatenate([code[event], np.full(more, categories.index("kernel"))]).astype(np.int32)
 
     def column(values: Any, keep: Any) -> Any:
@@ -307,10 +326,7 @@ def _spans(columns: dict[str, Any], life: dict[str, Any], tokens_per_expert: npt
         ends = np.cumsum(np.asarray(tokens_per_expert, np.int64))
         block = np.searchsorted(ends, columns["index"] * _BLOCK_ROWS, side="right")
         block[columns["index"] == NO_VALUE] = len(ends)
-        by_block = np.array(
-            [n.split()[-1] in ("gate_up", "down", "dispatch", "combine", "hidden_ready", "y_ready") for n in EVENTS]
-        )
-        args["expert"] = column(np.where(block < len(ends), block, NO_VALUE), by_block[event])
+        args["expert"] = column(np.where(block < len(ends), block, NO_VALUE), _BY_BLOCK[event])
     total = count + more
     return Spans(
         np.concatenate([columns["start_ns"], life["start_ns"]]).astype(np.int64),

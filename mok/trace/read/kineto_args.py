@@ -114,7 +114,7 @@ def _single(kind: type[Args], raw: msgspec.Raw, flag: Flag) -> Args:
     known = _FIELDS[kind]
     keep: dict[str, Any] = {}
     for name, value in values.items() if isinstance(values, dict) else ():
-        if name in ("grid", "block"):
+        if name in ("grid", "block") and name in known:
             keep[name] = msgspec.Raw(msgspec.json.encode(value))
         elif name in known and (value is None or isinstance(value, (int, float, str))):
             keep[known[name]] = value
