@@ -7,9 +7,11 @@ requests for another host name are refused.
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import json
 import secrets
+import socket
 import struct
 import threading
 from http import HTTPStatus
@@ -48,6 +50,7 @@ class TraceServer:
         except OSError as error:
             raise InputError(f"port {port} of {HOST} cannot be used: {error.strerror}; give another, or 0 for any.") from None
         self._server.daemon_threads = True
+        self.connections: set[socket.socket] = set()
         self.port = int(self._server.server_address[1])
         self.address = f"http://{HOST}:{self.port}/?token={self.token}"
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), name="mok open", daemon=True)
@@ -68,6 +71,9 @@ class TraceServer:
         """Stop answering and give the port back."""
         self._server.shutdown()
         self._server.server_close()
+        for connection in list(self.connections):  # a browser keeps some open, and would go on asking
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
 
     def knows(self, token: str | None) -> bool:
         """Compared in constant time."""
@@ -83,6 +89,15 @@ def _title(answers: Answers) -> str:
 def _handler(server: TraceServer, answers: Answers) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+
+        def setup(self) -> None:
+            super().setup()
+            server.connections.add(self.connection)
+
+        def finish(self) -> None:
+            server.connections.discard(self.connection)
+            with contextlib.suppress(OSError):  # the reader, or `close`, may have hung up first
+                super().finish()
 
         def log_message(self, *_: Any) -> None:
             """Requests hold the token: they are not logged."""

@@ -123,15 +123,13 @@ function typed(type, bytes) {
 
 /** Fetches whole columns, all pieces at once. */
 async function fetchColumns(channel, columns) {
-	const loaded = {};
-	await Promise.all(columns.map(async (column) => {
+	return Object.fromEntries(await Promise.all(columns.map(async (column) => {
 		const whole = new Uint8Array(column.length * TYPES[column.type].BYTES_PER_ELEMENT);
 		const pieces = [];
 		for (let from = 0; from < whole.length; from += 4 << 20) pieces.push(channel.ask({ ask: "column", name: column.name, from }));
 		for (const [answer, [bytes]] of await Promise.all(pieces)) whole.set(bytes, answer.from);
-		loaded[column.name] = { values: typed(column.type, whole), table: column.table };
-	}));
-	return loaded;
+		return [column.name, { values: typed(column.type, whole), table: column.table }];
+	})));
 }
 
 // ---- stores: where spans come from
@@ -725,7 +723,9 @@ class TimelineView {
 			this.selected = null;
 			showFacts(this, null);
 		} else {
-			this.selected = await this.store.facts(id);
+			const turn = this.turn = {}, facts = await this.store.facts(id);
+			if (turn !== this.turn) return; // a later selection was faster
+			this.selected = facts;
 			if (reveal) this.reveal(this.selected);
 			this.cursor = { t: this.selected.start + this.selected.dur / 2, row: this.selected.row };
 			showFacts(this, this.selected);
@@ -1002,7 +1002,7 @@ function build(view) {
 		onkeydown: (event) => {
 			event.stopPropagation();
 			if (event.key === "Enter") view.search(event.shiftKey ? -1 : 1);
-			if (event.key === "Escape") built.canvas.focus();
+			if (event.key === "Escape") { event.preventDefault(); built.canvas.focus(); } // a search box would empty itself
 		} });
 	const built = {
 		modes, search,
@@ -1053,7 +1053,7 @@ function showFacts(view, span) {
 	}
 	if (span.twin) line("in the other trace", button(timeText(span.twin.dur), () => view.select(span.twin.id)), ` ${timeText(span.twin.dur - span.dur)} longer, starts ${timeText(span.twin.start - span.start)} later`);
 	if (view.header.unsent?.length) line("not shown here", view.header.unsent.join(", "));
-	view.built.facts.replaceChildren(el("strong", {}, span.name), ` ${span.category} `, list);
+	view.built.facts.replaceChildren(el("strong", {}, span.name), el("span", {}, ` ${span.category} `), list);
 }
 
 function tableOf(caption, head, rows) {
@@ -1228,7 +1228,7 @@ function addCounters(header, columns) {
 async function mount(root, channel, options = {}) {
 	root.classList.add("mok-timeline");
 	root.replaceChildren(el("p", { role: "status" }, "waiting for Python\u2026"));
-	channel.onstate = (text) => { const state = root.querySelector(".tl-state, [role=status]"); if (state) state.textContent = text; };
+	channel.onstate = (text) => { const state = root.querySelector(".tl-state") ?? root.querySelector("[role=status]"); if (state) state.textContent = text; };
 	const begun = performance.now();
 	const [header] = await channel.ask({ ask: "hello" });
 	const wanted = (test) => header.columns.filter((column) => test(column.name));
