@@ -27,6 +27,7 @@ _LAZY = {
     "VirtualGroup": "mok.groups",
     "MoELayer": "mok.layer",
     "Routing": "mok.routing",
+    "no_host_sync": "mok.trace.no_sync",
 }
 _FLOOR = ("config", "errors", "shapes", "workload")
 
@@ -41,6 +42,7 @@ __all__ = [
     "VirtualGroup",
     "Workload",
     "__version__",
+    "no_host_sync",
     "run",
 ]
 
