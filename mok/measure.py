@@ -55,38 +55,50 @@ def layer_of(workload: Workload) -> tuple[MoEShape, VirtualGroup]:
     return MoEShape(shape.hidden, shape.intermediate, local, shape.top_k, shape.shared), VirtualGroup(1)
 
 
-def make_inputs(workload: Workload, device: torch.device | str = "cpu") -> LayerInputs:
+def make_inputs(workload: Workload, device: torch.device | str = "cpu", *, rank: int | None = None) -> LayerInputs:
     """Tensors of a workload, from its seed alone: x and d_out ~ N(0,1) bf16, weights scaled by fan_in^-0.5, routes by its spec.
 
-    Packed over ranks (VirtualGroup). Made on the CPU, so that every device gets the same bits. Raises InputError when
-    the machine cannot hold them.
+    Packed over ranks (VirtualGroup), or what rank `rank` of `workload.ep` holds of them: its tokens and its experts.
+    Made on the CPU, so that every device gets the same bits. Raises InputError when the machine cannot hold them.
     """
     shape, group = layer_of(workload)
     num_tokens = workload.token_counts[0] if workload.ranks == "closed" else sum(workload.token_counts)
-    _check_memory(shape, num_tokens)
+    counts = group.split(num_tokens)
+    tokens = slice(None) if rank is None else slice(sum(counts[:rank]), sum(counts[: rank + 1]))
+    local = shape.num_experts if rank is None else shape.num_experts // workload.ep
+    first = local * (rank or 0)
+    _check_memory(dataclasses.replace(shape, num_experts=local, top_k=min(local, shape.top_k)), num_tokens)
     generator = torch.Generator().manual_seed(workload.seed)
     routes = routing.generate(workload.routing, num_tokens, shape.num_experts, shape.top_k, seed=workload.seed)
 
     def normal(*size: int, scale: float = 1.0) -> Tensor:
         return (torch.randn(size, generator=generator) * scale).to(torch.bfloat16).to(device)
 
-    hidden, inner, experts = shape.hidden, shape.intermediate, shape.num_experts
+    def experts(*size: int, scale: float) -> Tensor:
+        kept = torch.empty((local, *size), dtype=torch.bfloat16, device=device)
+        for expert in range(shape.num_experts):  # one after the other: the numbers of one large draw, without its memory
+            drawn = torch.randn(size, generator=generator)
+            if first <= expert < first + local:
+                kept[expert - first] = (drawn * scale).to(torch.bfloat16)
+        return kept
+
+    hidden, inner = shape.hidden, shape.intermediate
     wide, tall = hidden**-0.5, inner**-0.5
     shared = (normal(inner, hidden, scale=wide), normal(inner, hidden, scale=wide), normal(hidden, inner, scale=tall))
     return LayerInputs(
-        normal(num_tokens, hidden),
-        routes.top_experts.to(device),
-        routes.weights.to(device),
+        normal(num_tokens, hidden)[tokens].contiguous(),
+        routes.top_experts[tokens].to(device),
+        routes.weights[tokens].to(device),
         shared[0] if shape.shared else None,
         shared[1] if shape.shared else None,
         shared[2] if shape.shared else None,
-        normal(experts, inner, hidden, scale=wide),
-        normal(experts, inner, hidden, scale=wide),
-        normal(experts, hidden, inner, scale=tall),
-        d_out=normal(num_tokens, hidden),
+        experts(inner, hidden, scale=wide),
+        experts(inner, hidden, scale=wide),
+        experts(hidden, inner, scale=tall),
+        d_out=normal(num_tokens, hidden)[tokens].contiguous(),
         swiglu_limit=workload.swiglu_limit,
         shared_output_gate_weight=normal(1, hidden, scale=wide) if workload.shared_output_gate else None,
-        token_counts=group.split(num_tokens),
+        token_counts=counts,
     )
 
 
@@ -112,11 +124,11 @@ class Step:
     backward_weights: tuple[Any, Any, Any]
 
     @classmethod
-    def of(cls, workload: Workload, inputs: LayerInputs) -> Step:
-        """Make the workspace and quantise the weights of `workload`."""
+    def of(cls, workload: Workload, inputs: LayerInputs, workspace: Any = None) -> Step:
+        """Make the workspace and quantise the weights of `workload`. `workspace`: use this one, of any group."""
         shape, group = layer_of(workload)
         num_tokens = inputs.x.shape[0]
-        workspace = functional.create_workspace(
+        workspace = workspace or functional.create_workspace(
             workload.config,
             group,
             device=inputs.x.device,
@@ -131,7 +143,7 @@ class Step:
             gate, up, down = (ops.mxfp8_quantize(w, True, True) for w in weights)
             forward = (gate[:2], up[:2], down[:2])
             backward = (gate, up, down[2:])
-        return cls(workload, inputs, workspace, shape.num_experts, forward, backward)
+        return cls(workload, inputs, workspace, inputs.w_routed_gate.shape[0], forward, backward)
 
     @property
     def config(self) -> MoKConfig:
@@ -201,6 +213,7 @@ class Clock:
         self.cuda = device.type == "cuda"
 
     def time(self, call: Callable[[], Any]) -> tuple[int, Any]:
+        """(ns, what `call` returned)."""
         if not self.cuda:
             start = time.perf_counter_ns()
             result = call()
@@ -246,7 +259,7 @@ def run(
     with engines.use(engine), engines.sources(engine, workload.csrc):
         inputs = make_inputs(workload, device)
         step = Step.of(workload, inputs)
-        samples, results, same = _repeat(step, Clock(torch.device(device)), repeats, warmup)
+        samples, results, same = repeat(step, Clock(torch.device(device)), repeats, warmup)
         step.workspace.check()
         timeline = _recorded(step) if trace else None
     shape, group = layer_of(workload)
@@ -300,8 +313,10 @@ def _recorded(step: Step) -> Any:
     return dataclasses.replace(timeline, meta=dataclasses.replace(timeline.meta, provenance=provenance))
 
 
-def _repeat(step: Step, clock: Clock, repeats: int, warmup: int) -> tuple[dict[str, list[int]], dict[str, Tensor], bool]:
-    """(phase -> samples in ns, tensors of the first run, whether all runs gave its bits)."""
+def repeat(
+    step: Step, clock: Clock, repeats: int, warmup: int, progress: Callable[[int], None] = lambda done: None
+) -> tuple[dict[str, list[int]], dict[str, Tensor], bool]:
+    """(phase -> samples in ns, tensors of the first run, whether all runs gave its bits). `progress` gets the runs done."""
     backward = step.workload.direction == "step"
     samples: dict[str, list[int]] = {"schedule": [], "forward": []}
     if backward:
@@ -326,6 +341,7 @@ def _repeat(step: Step, clock: Clock, repeats: int, warmup: int) -> tuple[dict[s
         if index >= warmup:
             for phase, value in times.items():
                 samples[phase].append(value)
+        progress(index + 1)
     return samples, first, same
 
 
