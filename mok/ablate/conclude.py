@@ -20,9 +20,14 @@ from mok.ablate.effects import Best, MainEffect
 from mok.ablate.intervals import F64
 from mok.ablate.ledger import Ledger
 from mok.ablate.looks import Looks
+from mok.ablate.store import log_ratios
+from mok.ablate.tables import GUARDS, SAMPLES, read
 from mok.ablate.verdict import Effect
+from mok.parquet import connection
 
 if TYPE_CHECKING:
+    from duckdb import DuckDBPyConnection
+
     from mok.ablate.record import Run
     from mok.ablate.study import Study
 
@@ -48,8 +53,8 @@ class Row:
 class Findings:
     """All that a report says. rows: finished comparisons in plan order; controls: A/A runs; best: stratum -> `Best`.
 
-    names: strata and factors, in order. main: of the factors. health: of all guards in the order taken. drifted: run -> change of
-    the canary within it, of the runs where it drifted. canary_ns: the canary's
+    names: strata and factors, in order. main: of the factors. guards: readings of all runs in the order taken, column ->
+    f64 [readings]; health: what they say. drifted: run -> change of the canary within it, where it drifted. canary_ns: its
     median over the study. device: in words.
     simulated: times were predicted. on_cpu: some runs had no GPU. counts: of the plan.
     """
@@ -63,6 +68,7 @@ class Findings:
     main: tuple[MainEffect, ...]
     health: guards.Health
     drifted: dict[str, float]
+    guards: dict[str, F64]
     canary_ns: float | None
     failures: tuple[Run, ...]
     device: str
@@ -123,9 +129,13 @@ def findings(study: Study) -> Findings:
                 best[stratum] = picked
         main = _main(study, [run for run in done if run.key in ratios], ratios)
     elif not study.paired:
-        samples = {run.key: _log_samples(study, run) for run in done}
+        with connection(f"a table under {study.folder}") as duck:
+            samples = {run.key: _log_samples(study, run, duck) for run in done}
         main = _main(study, [run for run in done if samples[run.key].size], samples)
-    readings = guard_columns(study, done)
+    with connection(f"a table under {study.folder}") as duck:
+        ordered = sorted(done, key=lambda run: run.started)
+        tables = {run.key: read(run.file(study.folder, "guards"), GUARDS, duck) for run in ordered}
+    readings = _joined(list(tables.values()))
     canary = readings["canary_ns"][np.isfinite(readings["canary_ns"])]
     return Findings(
         study=study,
@@ -136,7 +146,8 @@ def findings(study: Study) -> Findings:
         best=best,
         main=tuple(main),
         health=guards.health(readings, study.resolution, seed=study.seed),
-        drifted=_drifted(study, done),
+        drifted=_drifted(study, tables),
+        guards=readings,
         canary_ns=float(np.median(canary)) if canary.size else None,
         failures=tuple(run for run in runs if not run.done),
         device=device_text(done),
@@ -151,15 +162,6 @@ def findings(study: Study) -> Findings:
 def simulated(run: Run) -> bool:
     """Whether a run's times were predicted, not measured."""
     return any(note.startswith(SIMULATED) for note in run.notes)
-
-
-def guard_columns(study: Study, runs: Sequence[Run]) -> dict[str, F64]:
-    """Guard readings of all runs, in the order they were taken: column -> f64 [readings]."""
-    tables = [run.guards(study.folder) for run in sorted(runs, key=lambda run: run.started)]
-    return {
-        name: np.concatenate([np.asarray(table[name], dtype=np.float64) for table in tables] or [np.zeros(0)])
-        for name in guards.COLUMNS
-    }
 
 
 def level_text(value: Any) -> str:
@@ -199,14 +201,16 @@ def _bare(place: Mapping[str, Any]) -> str:
 
 def _log_ratios(study: Study, runs: Sequence[Run], cache: dict[tuple[str, int], F64]) -> dict[str, F64]:
     sign = 1.0 if study.lower_is_better else -1.0
-    for run in runs:
-        if (run.key, run.attempt) not in cache:
-            cache[run.key, run.attempt] = sign * np.asarray(study.log_ratios(run), dtype=np.float64)[: study.max_blocks]
+    new = [run for run in runs if (run.key, run.attempt) not in cache]
+    with connection(f"a table under {study.folder}") as duck:
+        for run in new:
+            found = log_ratios(read(run.file(study.folder, "samples"), SAMPLES, duck), study.metrics[0])
+            cache[run.key, run.attempt] = sign * found[: study.max_blocks]
     return {run.key: cache[run.key, run.attempt] for run in runs}
 
 
-def _log_samples(study: Study, run: Run) -> F64:
-    samples = run.samples(study.folder)
+def _log_samples(study: Study, run: Run, duck: DuckDBPyConnection) -> F64:
+    samples = read(run.file(study.folder, "samples"), SAMPLES, duck)
     values = np.asarray(samples["value"][np.asarray(samples["metric"]) == study.metrics[0]], dtype=np.float64)
     if not values.size:
         values = np.asarray([run.metrics[study.metrics[0]]])
@@ -214,8 +218,16 @@ def _log_samples(study: Study, run: Run) -> F64:
     return np.asarray(np.log(positive) * (1.0 if study.lower_is_better else -1.0))
 
 
-def _drifted(study: Study, runs: Sequence[Run]) -> dict[str, float]:
-    judged = {run.key: guards.health(run.guards(study.folder), study.resolution, seed=study.seed) for run in runs}
+def _joined(tables: Sequence[Mapping[str, Any]]) -> dict[str, F64]:
+    """Guard tables one after the other: column -> f64 [readings]."""
+    return {
+        name: np.concatenate([np.asarray(table[name], dtype=np.float64) for table in tables] or [np.zeros(0)])
+        for name in guards.COLUMNS
+    }
+
+
+def _drifted(study: Study, tables: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    judged = {key: guards.health(dict(table), study.resolution, seed=study.seed) for key, table in tables.items()}
     return {key: health.canary_change for key, health in judged.items() if health.drifted and health.canary_change is not None}
 
 

@@ -52,12 +52,18 @@ async def finished(study: Study, *, poll_s: float = 0.5) -> dict[str, Any]:
 
 
 class Looker:
-    """Looks at a study again and again; samples of finished runs are read once."""
+    """Looks at a study again and again, and leaves the processor to what is measured.
+
+    Samples are read once, and records only when the driver's account says that a run began or ended.
+    """
 
     def __init__(self, study: Study) -> None:
         self.study = study
         self._ratios: dict[tuple[str, int], F64] = {}
         self._points = study.points()
+        self._account: Any = None
+        self._runs: list[Run] = []
+        self._done: dict[str, Row] = {}
 
     def look(self) -> Glance:
         """What the folder says now. Raises MokError for records that are not whole."""
@@ -65,10 +71,15 @@ class Looker:
         counts = status["counts"]
         if not counts:
             raise InputError(f"{self.study.name} cannot be planned: {status['reason']}")
-        runs = records(self.study)
+        account = (status["state"], counts, [item["key"] for item in status["running"]], status["failures"])
+        if account != self._account:
+            self._runs = records(self.study)
+            rows, controls = rows_of(self.study, self._runs, self._ratios)
+            self._done = {row.run.key: row for row in (*rows, *controls)}
+            self._account = account
         planned = max(1, counts["planned"])
         state = str(status["state"])
-        body = self._table(runs, status) + self._failures(runs)
+        body = self._table(status) + self._failures()
         colour = {"done": "success", "failed": "danger", "interrupted": "warning", "budget": "warning"}.get(state, "")
         if counts["failed"]:
             colour = "danger" if counts["failed"] == planned else "warning"
@@ -76,11 +87,9 @@ class Looker:
         running = state in LIVE and bool(status["host_alive"])
         return Glance(counts["done"] / planned, bar_text(status), body, running, finished, colour)
 
-    def _table(self, runs: list[Run], status: Mapping[str, Any]) -> str:
+    def _table(self, status: Mapping[str, Any]) -> str:
         names = (*self.study.strata, *self.study.factors)
-        found = {_place(run.strata, run.factors): run for run in runs}
-        rows, controls = rows_of(self.study, runs, self._ratios)
-        done = {row.run.key: row for row in (*rows, *controls)}
+        found = {_place(run.strata, run.factors): run for run in self._runs}
         now = {canonical(item["factors"]): item for item in status["running"]}
         lines: list[tuple[tuple[str, ...], Row | None, str]] = []
         for point in self._points[:MAX_LINES]:
@@ -90,7 +99,7 @@ class Looker:
             note = "" if running is None else f"running, {running['since_s']:.0f} s"
             if run is not None and run.failure is not None and not note:
                 note = "interrupted; Resume measures it" if run.status == "interrupted" else f"failed: {run.failure.kind}"
-            lines.append((cells, done.get(run.key) if run is not None else None, note))
+            lines.append((cells, self._done.get(run.key) if run is not None else None, note))
         more = len(self._points) - MAX_LINES
         rest = f'<p class="quiet">and {more} more points; the report shows all.</p>' if more > 0 else ""
         if self.study.paired:
@@ -110,8 +119,8 @@ class Looker:
         ]
         return view.plain_table((*names, *metrics, "note"), texts) + rest
 
-    def _failures(self, runs: list[Run]) -> str:
-        failed = [run for run in runs if run.status == "failed"]
+    def _failures(self) -> str:
+        failed = [run for run in self._runs if run.status == "failed"]
         if not failed:
             return ""
         lines = [

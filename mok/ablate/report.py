@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mok.ablate.conclude import Findings, Row, findings, guard_columns, level_text, levels_text
+from mok.ablate.conclude import Findings, Row, findings, level_text, levels_text
 from mok.ablate.looks import Looks
 from mok.ablate.sentence import sentence
 from mok.errors import MokError
@@ -173,7 +173,6 @@ def _failures(found: Findings) -> list[str]:
 
 
 def _machine(found: Findings) -> list[str]:
-    columns = guard_columns(found.study, [row.run for row in (*found.rows, *found.controls)])
     parts = ["<h2>The machine while it ran</h2>"]
     parts += [f"<p>{html.escape(text)}</p>" for text in found.health.sentences()]
     for name, label, scale, unit in (
@@ -182,7 +181,7 @@ def _machine(found: Findings) -> list[str]:
         ("temperature_c", "temperature", 1.0, "°C"),
         ("power_w", "power", 1.0, "W"),
     ):
-        picture = view.series_svg([float(value) * scale for value in columns[name]], label, unit)
+        picture = view.series_svg([float(value) * scale for value in found.guards[name]], label, unit)
         parts += [f"<div>{picture}</div>"] if picture else []
     return parts
 

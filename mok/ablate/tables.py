@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from mok.errors import require
 from mok.parquet import check_file, connection, plain_name, quoted, replacing
+
+if TYPE_CHECKING:
+    from duckdb import DuckDBPyConnection
 
 MAX_FILE_BYTES = 1 << 30
 MAX_ROWS = 1 << 26
@@ -59,15 +63,16 @@ def write(path: Path, columns: Mapping[str, Any], schema: Mapping[str, str]) -> 
     return path
 
 
-def read(path: Path | None, schema: Mapping[str, str]) -> dict[str, npt.NDArray[Any]]:
+def read(path: Path | None, schema: Mapping[str, str], shared: DuckDBPyConnection | None = None) -> dict[str, npt.NDArray[Any]]:
     """Columns in file order: text as object arrays, numbers as float64 or int64 (NULL: NaN). Raises InputError.
 
-    None gives empty columns.
+    None gives empty columns. shared: a connection of the caller's, who reads many files: opening one takes longer than
+    reading a small file; its errors are the caller's.
     """
     if path is None:
         return {name: np.zeros(0, dtype=_dtype(kind)) for name, kind in schema.items()}
     check_file(path, "table of a run", "run the study again", MAX_FILE_BYTES)
-    with plain_name(path) as name, connection(str(path)) as duck:
+    with plain_name(path) as name, connection(str(path)) if shared is None else contextlib.nullcontext(shared) as duck:
         source = "read_parquet($name, hive_partitioning = false)"
         rows = int(duck.execute("SELECT sum(num_rows) FROM parquet_file_metadata($name)", {"name": name}).fetchall()[0][0])
         require(0 <= rows <= MAX_ROWS, f"{path} declares {rows} rows; a table of a run is limited to {MAX_ROWS}.")
