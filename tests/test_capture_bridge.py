@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mok.capture import bridge as bridges
-from mok.capture import in_kernel, merge, redact
+from mok.capture import in_kernel, merge
 from mok.capture.faults import CaptureError
 from mok.capture.host import RANGES, read_launches
 from mok.capture.trim import trimmed
@@ -19,9 +19,6 @@ from mok.trace.metrics.overlap import overlap
 from mok.trace.metrics.value import Unknown
 from mok.trace.read import open_trace
 from tests.support import fake_gpu
-
-
-HOME = "/ho" + "me/"  # in halves: no file of the project names such a place
 
 
 def parts(gpu: fake_gpu.FakeGpu, folder: Path):
@@ -119,20 +116,3 @@ def test_the_name_based_metric_abstains_on_the_merged_trace(tmp_path: Path) -> N
     result = overlap(trace)
     assert not isinstance(result, Unknown)
     assert all(isinstance(one.ratio, Unknown) and "no communication kernel by name" in one.ratio.reason for one in result)
-
-
-def test_the_redacted_copy_holds_no_secret_and_reads_the_same(tmp_path: Path) -> None:
-    gpu = fake_gpu.typical()
-    gpu.ranges.append((2_000_000, 2_000_100, HOME + "jane.doe/train.py"))
-    gpu.write_sqlite(tmp_path / "raw.sqlite")
-    raw = (tmp_path / "raw.sqlite").read_bytes()
-    assert all(value.encode() in raw for value in fake_gpu.SECRET.values())
-    copied = redact.copy(tmp_path / "raw.sqlite", tmp_path / "clean.sqlite").read_bytes()
-    assert not any(value.encode() in copied for value in fake_gpu.SECRET.values())
-    assert HOME.encode() not in copied
-    one, two = open_trace(tmp_path / "raw.sqlite"), open_trace(tmp_path / "clean.sqlite")
-    assert len(one.spans) == len(two.spans)
-    assert (one.spans.start_ns == two.spans.start_ns).all()
-    assert one.meta.tool == two.meta.tool
-    with pytest.raises(InputError, match="exists already"):
-        redact.copy(tmp_path / "raw.sqlite", tmp_path / "clean.sqlite")

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from mok.capture import child, merge, redact, tools
+from mok.capture import child, merge, tools
 from mok.capture.child import Limits, Progress
 from mok.capture.faults import CaptureError, failure
 from mok.capture.result import TRACE, Capture, read_json
@@ -21,6 +21,7 @@ from mok.errors import InputError
 from mok.trace.model import Trace
 from mok.trace.read import kernel as kernel_reader
 from mok.trace.read import open_trace
+from mok.trace.read.redact import redact
 
 RECORDS = 4096
 EXPORT_TIMEOUT_S = 1800.0
@@ -150,7 +151,7 @@ def _host_trace(made: Session, gpu_metrics: bool, keep_sqlite: bool) -> Trace:
     if cut is not None:
         made.notes.append(f"nsys' tables are cut off: {trace.meta.diagnostics[0]}")
     if keep_sqlite:
-        redact.copy(sqlite, made.folder / "nsys.sqlite")
+        redact(sqlite, made.folder / "nsys.sqlite")
     return trace
 
 
