@@ -145,7 +145,7 @@ class Builder:
         """Add counter samples; those without a time or a finite value are left out and counted."""
         self.rows += len(t_ns)
         require(self.rows <= MAX_ROWS, f"more than {MAX_ROWS} events; export a shorter range or fewer tables.")
-        good = (np.abs(t_ns) < MAX_TIME_NS) & np.isfinite(value)
+        good = (t_ns > -MAX_TIME_NS) & (t_ns < MAX_TIME_NS) & np.isfinite(value)
         self.flag("counter_without_value", int((~good).sum()))
         self._samples.append((t_ns[good], lane[good], value[good]))
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import array
+import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +25,7 @@ from mok.trace.read.names import (
     enum_column,
     enum_texts,
 )
-from mok.trace.read.tables import Tables
+from mok.trace.read.tables import Tables, strict_ints
 
 I64 = npt.NDArray[np.int64]
 I32 = npt.NDArray[np.int32]
@@ -33,6 +35,7 @@ SYNCHRONIZATION, EVENT, GRAPH = (f"CUPTI_ACTIVITY_KIND_{kind}" for kind in ("SYN
 _PLACE = ("start", "end", "deviceId", "contextId", "streamId", "correlationId", "globalPid")
 _KERNEL_NAMES = ("demangledName", "mangledName", "shortName")
 _DIMENSIONS = {"grid": "grid", "block_dim": "block", "cluster": "cluster"}
+_SAMPLES = 50_000
 _UNIT = re.compile(r"\s*\[([^\]]*)\]\s*$")
 
 
@@ -102,7 +105,7 @@ def duration(data: Mapping[str, I64]) -> I64:
     """end - start; NO_VALUE without an end, and for ends so far off that the difference would not fit."""
     start, end = data["start"], data.get("end", np.full(len(data["start"]), NO_VALUE, np.int64))
     limit = 1 << 61
-    sound = (np.abs(start) < limit) & (end > -limit)
+    sound = (start > -limit) & (start < limit) & (end > -limit)
     end = np.minimum(end, limit)
     return np.where(sound & (end != NO_VALUE), np.where(sound, end, 0) - np.where(sound, start, 0), NO_VALUE)
 
@@ -218,20 +221,25 @@ def _metrics(tables: Tables, builder: Builder) -> None:
     labels: dict[tuple[Any, Any], str] = {}
     for kind, metric, text in tables.rows("TARGET_INFO_GPU_METRICS", ("typeId", "metricId", "metricName")):
         labels[kind, metric] = labels[None, metric] = _label(str(text))
-    values = []
-    keys = []
-    for row in tables.rows("GPU_METRICS", ("timestamp", "typeId", "metricId", "value")):
-        t_ns, kind, metric, value = row
-        if not (isinstance(t_ns, int) and isinstance(value, (int, float))):
-            builder.flag("counter_without_value")
-            continue
-        gpu = kind & 0xFF if isinstance(kind, int) else 0
-        text = labels.get((kind, metric)) or labels.get((None, metric)) or f"metric {metric} value"
-        keys.append(builder.lane(("metric", gpu, text), 0, gpu, "counter", f"GPU {gpu} {text}"))
-        values.append((t_ns, value))
-    if values:
-        times, numbers = zip(*values, strict=True)
-        builder.sample(np.array(times, np.int64), np.array(keys, np.int32), np.array(numbers, np.float64))
+    rows = tables.rows("GPU_METRICS", ("timestamp", "typeId", "metricId", "value"))
+    while chunk := list(itertools.islice(rows, _SAMPLES)):  # a minute of 20 metrics at 10 kHz is 12 million of them
+        times, kinds, metrics, values = zip(*chunk, strict=True)
+        t_ns, kind, metric = (strict_ints(column, builder.flag) for column in (times, kinds, metrics))
+        (first_kind, first_metric), inverse = distinct(kind, metric)
+        lanes = []
+        for of_kind, of_metric in zip(first_kind.tolist(), first_metric.tolist(), strict=True):
+            gpu = of_kind & 0xFF if of_kind >= 0 else 0
+            text = labels.get((of_kind, of_metric)) or labels.get((None, of_metric)) or f"metric {of_metric} value"
+            lanes.append(builder.lane(("metric", gpu, text), 0, gpu, "counter", f"GPU {gpu} {text}"))
+        builder.sample(t_ns, np.array(lanes, np.int32)[inverse], _floats(values))
+
+
+def _floats(values: Sequence[Any]) -> npt.NDArray[np.float64]:
+    """float64 of SQLite cells; NaN for what is no number."""
+    try:
+        return np.frombuffer(array.array("d", values), np.float64)
+    except TypeError:
+        return np.array([value if isinstance(value, (int, float)) else np.nan for value in values], np.float64)
 
 
 def _label(text: str) -> str:

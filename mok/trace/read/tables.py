@@ -176,6 +176,8 @@ class ParquetTables(Tables):
         for name, path in self.files.items():
             try:
                 with connection(str(path)) as duck:
+                    count = duck.execute(f"SELECT sum(num_rows) FROM parquet_file_metadata({_literal(path)})").fetchall()[0][0]
+                    require(int(count) <= MAX_ROWS, f"{path} declares {count} rows; a table is limited to {MAX_ROWS}.")
                     found[name] = [row[0] for row in duck.execute(f"DESCRIBE {_source(path)}").fetchall()]
             except InputError as error:
                 flag(f"table {name} cannot be read ({error})", 1)
@@ -267,5 +269,8 @@ def _name(text: str) -> str:
 
 def _source(path: Path, select: Sequence[str] = ("*",)) -> str:
     """A query over one Parquet file; glob characters in its folder's name stand for themselves."""
-    plain = re.sub(r"([*?\[\]])", r"[\1]", str(path))
-    return f"SELECT {', '.join(select)} FROM read_parquet({quoted(plain)}, hive_partitioning = false)"
+    return f"SELECT {', '.join(select)} FROM read_parquet({_literal(path)}, hive_partitioning = false)"
+
+
+def _literal(path: Path) -> str:
+    return quoted(re.sub(r"([*?\[\]])", r"[\1]", str(path)))
