@@ -161,7 +161,7 @@ class _Events:
         known = self.threads
         keys = list(map(_PLACE, events))
         for pid, tid in set(keys) - known.keys():
-            whole = isinstance(pid, int) and isinstance(tid, int) and 0 <= pid < 1 << 62
+            whole = _is_id(pid) and _is_id(tid)
             label = f"thread {tid}" if whole else f"{pid} {tid}"[:200]
             known[pid, tid] = self.builder.lane(("thread", pid, tid), pid if whole else 0, -1, "thread", label)
         return np.array(list(map(known.__getitem__, keys)), np.int32)
@@ -174,7 +174,7 @@ class _Events:
             calls = arguments.decode(arguments.CallArgs, arguments.field(events, "args"), flag)
             correlation = strict_ints(arguments.field(calls, "correlation"), flag)
             args["external_id"] = arguments.identifiers(calls, flag)
-            self.host_pids.update(pid for pid in arguments.field(events, "pid") if isinstance(pid, int))
+            self.host_pids.update(pid for pid in arguments.field(events, "pid") if _is_id(pid))
         elif category in ("cpu_op", "user_annotation"):
             ops = arguments.decode(arguments.OpArgs, arguments.field(events, "args"), flag)
             args["external_id"] = arguments.identifiers(ops, flag)
@@ -258,6 +258,11 @@ class _Events:
         for lane in self.device_lanes:
             self.builder.set_process(lane, process)
         self.builder.leave_out_clamped(_HOUR_NS)
+
+
+def _is_id(value: Any) -> bool:
+    """True for what can be the number of a process or thread."""
+    return isinstance(value, int) and 0 <= value < 1 << 62
 
 
 def to_ns(values: Sequence[Any], slowly: bool, flag: Callable[[str, int], None]) -> I64:
