@@ -101,6 +101,9 @@ def test_accounting_gives_every_nanosecond_to_one_class():
     assert (result.kernel_ns, result.num_sms, result.num_comm_sms, result.comm_sm_share) == (1000, 2, 1, 0.5)
     assert result.cost_of_communication == pytest.approx(0.55)
     assert result.by_minibatch == pytest.approx({0: 0.05})
+    assert result.by_expert == {}  # no table of tokens was given
+    # the wait was for the tile loaded next: block 3, expert 1's
+    assert metrics.account(reader.read(typical().bytes(), [256, 512])).by_expert == pytest.approx({1: 0.05})
 
 
 TURN = 1 << 32

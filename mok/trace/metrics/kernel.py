@@ -17,7 +17,7 @@ That the classes add up is therefore no check of the trace; that `other` stays s
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -40,7 +40,8 @@ class SmAccounting:
 
     shares: class -> share of SMs x kernel time. exposed and comm_sm_share: the two parts of `cost_of_communication`.
     coverage: share of SMs whose lanes were recorded without drops. by_minibatch: minibatch -> its share of exposed
-    communication; empty when `by_minibatch_unknown` says why the trace cannot tell.
+    communication; empty when `by_minibatch_unknown` says why the trace cannot tell. by_expert: the same by the expert of the
+    tile that was loaded after the wait; empty when the trace does not name experts.
     """
 
     shares: dict[str, float]
@@ -50,6 +51,7 @@ class SmAccounting:
     coverage: float
     by_minibatch: dict[int, float]
     by_minibatch_unknown: str = ""
+    by_expert: dict[int, float] = field(default_factory=dict)
 
     @property
     def exposed(self) -> float:
@@ -85,6 +87,8 @@ def account(trace: Trace) -> SmAccounting:
     t0, t1 = int(begin[life].min()), int(end[life].max())
     total = dict.fromkeys(CLASSES, 0.0)
     exposed_by: dict[int, float] = {}
+    expert_by: dict[int, float] = {}
+    expert_of = spans.args.get("expert")
     sms = {str(labels[lane[i]]): i for i in life}
     comm_sms = 0
     of_lane: dict[int, I64] = {}
@@ -111,6 +115,7 @@ def account(trace: Trace) -> SmAccounting:
         rows, others = waits[row_flags], waits[~row_flags]
         loads = mine[category[mine] == "load"]
         loaded = _tiles(trace, loads, name)
+        after = np.searchsorted(begin[loads], begin[rows])  # the load that each wait for rows was for
         consumers = [of_lane.get(index, nothing) for part, index in lanes_here.items() if part.startswith("consumer")]
         share = 1 / max(NUM_CONSUMERS, len(consumers))
         total["other"] += (1 - share * len(consumers)) * (high - low)  # lanes nobody wrote
@@ -130,8 +135,13 @@ def account(trace: Trace) -> SmAccounting:
             own = set(_tiles(trace, mma, name))
             fills = np.concatenate([waiting, loads[[tile in own for tile in loaded]]])
             filling = common(gaps, (begin[fills], end[fills])) - in_gap - blocked
-            for i in rows if not unknown else rows[:0]:
+            for i, load in zip(rows.tolist(), after.tolist(), strict=True):
                 amount = common(gaps, (begin[i : i + 1], end[i : i + 1])) * share
+                expert = int(expert_of[loads[load]]) if isinstance(expert_of, np.ndarray) and load < len(loads) else NO_VALUE
+                if expert != NO_VALUE:
+                    expert_by[expert] = expert_by.get(expert, 0.0) + amount
+                if unknown:
+                    continue
                 minibatch = spans.args["minibatch"]
                 assert isinstance(minibatch, np.ndarray)
                 exposed_by[int(minibatch[i])] = exposed_by.get(int(minibatch[i]), 0.0) + amount
@@ -153,6 +163,7 @@ def account(trace: Trace) -> SmAccounting:
         1.0 if not dropped else 0.0,
         {key: value / whole for key, value in sorted(exposed_by.items())},
         unknown,
+        {key: value / whole for key, value in sorted(expert_by.items())},
     )
 
 
