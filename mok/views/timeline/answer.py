@@ -265,8 +265,10 @@ class Answers:
         if self.lit is None or self.lit.what != what:
             self.set_lit(Lit(what, np.flatnonzero(matches(self.trace, pattern))))
         assert self.lit is not None
-        found = self.lit.next(self._span(request, least=-1), 1 if _whole(request, "by") >= 0 else -1)
-        return {"count": len(self.lit.spans), "id": found}, []
+        place = self.lit.next(self._span(request, least=-1), 1 if _whole(request, "by") >= 0 else -1)
+        if place is None:
+            return {"count": 0, "id": None}, []
+        return {"count": len(self.lit.spans), "id": int(self.lit.spans[place]), "number": place + 1}, []
 
     def _light(self, request: Mapping[str, Any]) -> Answer:
         """`arguments` {name: value}: light the spans that have them all; empty puts the light out."""

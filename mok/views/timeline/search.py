@@ -47,11 +47,14 @@ class Lit:
     spans: npt.NDArray[np.int64]
 
     def next(self, current: int, step: int) -> int | None:
-        """The lit span after (step 1) or before (-1) span `current`, round the end; None without any. -1: from the first."""
+        """Place in `spans` of the one after (step 1) or before (-1) span `current`, round the end; None without any.
+
+        current -1: from the first.
+        """
         if not len(self.spans):
             return None
         place = int(np.searchsorted(self.spans, current, side="right" if step > 0 else "left"))
-        return int(self.spans[(place if step > 0 else place - 1) % len(self.spans)])
+        return (place if step > 0 else place - 1) % len(self.spans)
 
 
 def with_arguments(trace: Trace, wanted: Mapping[str, object]) -> npt.NDArray[np.bool_]:

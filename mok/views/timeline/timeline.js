@@ -47,7 +47,7 @@ function timeText(ns, digits = 4) {
 function momentText(ns, window) {
 	const [unit, size] = unitOf(Math.max(Math.abs(ns), 1));
 	const decimals = clamp(Math.ceil(Math.log10(size) - Math.log10(Math.max(window / 1000, 1))), 0, 9);
-	return `${(ns / size).toFixed(decimals)} ${unit}`;
+	return `${(ns / size).toFixed(decimals).replace(/^-0$/, "0")} ${unit}`;
 }
 
 /** 1, 2 or 5 times a power of ten, at least `least`. */
@@ -1061,18 +1061,20 @@ function tableOf(caption, head, rows) {
 		el("tbody", {}, ...rows.map((row) => el("tr", {}, ...row.map((cell) => el("td", {}, cell))))));
 }
 
+const closeButton = (view) => button("Close table", () => view.built.panel.replaceChildren());
+
 function tablePanel(view, found, t0, t1) {
 	const where = `${momentText(t0, t1 - t0)} to ${momentText(t1, t1 - t0)}`;
 	const totals = found.totals.map((row) => [row.name, row.category, row.count, timeText(row.inside), timeText(row.mean), timeText(row.longest)]);
 	const spans = found.spans.map((row) => [button(row.name, () => view.select(row.id)), row.category, view.laneOf(row.row)?.label ?? "", momentText(row.start, t1 - t0), timeText(row.dur)]);
-	view.built.panel.replaceChildren(button("Close table", () => view.built.panel.replaceChildren()),
+	view.built.panel.replaceChildren(closeButton(view),
 		tableOf(`${found.count} spans from ${where}, by name`, ["name", "category", "spans", "time inside", "mean", "longest"], totals),
 		tableOf(`the first ${spans.length} one by one`, ["name", "category", "lane", "start", "duration"], spans));
 	view.say(`table of ${found.count} spans from ${where}`);
 }
 
 function helpPanel(view) {
-	view.built.panel.replaceChildren(button("Close", () => view.built.panel.replaceChildren()), tableOf("Keys of the timeline", ["key", "does"], view.header.help));
+	view.built.panel.replaceChildren(closeButton(view), tableOf("Keys of the timeline", ["key", "does"], view.header.help));
 }
 
 function showTip(view, span, x, y) {
