@@ -94,6 +94,8 @@ class _Page:
         data = output.get("data", {})
         if PLOTLY_MIME in data:
             return self._with_html(output, self.figure(data[PLOTLY_MIME]))
+        if WIDGET_MIME in data and "image/svg+xml" in data:  # a view with a program of its own leaves its picture beside it
+            return self._with_html(output, "".join(data["image/svg+xml"]))
         if WIDGET_MIME in data:
             return self._with_html(output, self.widget(data[WIDGET_MIME]["model_id"]))
         return output

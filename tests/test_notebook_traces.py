@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from support.timelines import Timeline, record
 
-from mok import notebook
+from mok import notebook, notebook_html
 from mok.errors import InputError
 from mok.trace.metrics import Unknown, diff, gaps, host_syncs, host_what_if
 from mok.trace.read import open_trace
@@ -43,6 +43,9 @@ def test_the_notebook_shows_the_shipped_traces(tmp_path: Path) -> None:
     assert "slow launch" in text
     assert not [o for o in outputs(executed) if o.output_type == "stream"]
     assert len(json.dumps(executed)) < 3_000_000
+    page = notebook_html.render(executed, "traces")
+    assert notebook_html.external_sources(page) == []
+    assert '<svg aria-label="kineto (torch): 26,511 spans' in page  # the timeline's picture where no program can run
 
 
 @pytest.mark.slow

@@ -144,6 +144,19 @@ def test_a_slow_launch_on_a_busy_device_is_flagged() -> None:
     assert syncs.harm.value == 0
 
 
+def test_a_first_launch_that_loads_its_module_is_one_that_blocks() -> None:
+    made = Timeline()
+    made.call("cudaLaunchKernel", 0, 10_000, 1)
+    made.op(12_000, 1_000, 1, "warm")
+    made.call("cudaLaunchKernel", 20_000, 6_000_000, 2)
+    made.op(6_015_000, 1_000, 2, "fresh")  # before its call returned
+    made.call("cudaLaunchKernel", 6_100_000, 80_000, 3)  # not its first launch: slow for another reason
+    made.op(6_182_000, 1_000, 3, "fresh")
+    syncs = host_syncs(made.trace())
+    assert [kinds.CLASSES[k] for k in syncs.kind] == ["first-launch load"]
+    assert syncs.harm_ns.tolist() == [6_015_000 - 13_000]
+
+
 CALLS = st.lists(
     st.tuples(
         st.sampled_from(["launch", "sync", "launch", "free"]),

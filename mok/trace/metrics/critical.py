@@ -19,9 +19,14 @@ from mok.trace.model import Trace
 
 PIECES = ("host", "call", "launch", "device", "device wait", "before")
 HOST_PIECE, CALL_PIECE, LAUNCH_PIECE, DEVICE_PIECE, WAIT_PIECE, BEFORE_PIECE = range(6)
-DEFINITION = (
-    "chain of deciding constraints back from the last event; host: between calls, call: inside a CUDA call, launch: from a call "
-    "to its kernel, device: kernels, copies and memsets, device wait: from an operation to the next it holds up"
+DEFINITION = "the chain of deciding constraints back from the last event; its pieces touch"
+_SHARES = (
+    "share of the path between CUDA calls",
+    "share of the path inside CUDA calls",
+    "share of the path from a launch call to its operation",
+    "share of the path in kernels, copies and memsets",
+    "share of the path from the end of an operation to the one it holds up",
+    "share of the path before the first event that has a cause",
 )
 
 
@@ -46,7 +51,7 @@ class CriticalPath:
         found: dict[str, Answer] = {"length": Metric(self.length_ns, "ns", DEFINITION, self.coverage)}
         for index, name in enumerate(PIECES):
             part = int(self.dur_ns[self.kind == index].sum())
-            found[name] = share(part, self.length_ns, f"{DEFINITION}; share of: {name}", "an empty path", self.coverage)
+            found[name] = share(part, self.length_ns, _SHARES[index], "an empty path", self.coverage)
         return found
 
     def rows(self, trace: Trace, limit: int = 20) -> list[dict[str, Any]]:

@@ -2,8 +2,9 @@
 
 A wait of 40 ms for a device that works is free; a wait of 20 us that leaves the device without work until the next launch
 is not. **Sync harm** of a call: the device's idle ns between the last op before the call returns and the next op that its
-thread launches (of several launched after, the first to start). Kernels, copies, memsets and whole graphs count as busy.
-Each idle ns is one call's: the one begun last before the device ran dry, else the first begun after. None after the last op.
+thread launches (of several launched after, the first to start; a launch that loads its module is judged by its own op).
+Kernels, copies, memsets and whole graphs count as busy. Each idle ns is one call's: the one begun last before the device
+ran dry, else the first begun after. None after the last op.
 """
 
 from __future__ import annotations
@@ -28,7 +29,18 @@ from mok.trace.metrics.activity import (
     text_of,
 )
 from mok.trace.metrics.intervals import I64, Union
-from mok.trace.metrics.taxonomy import ASYNC_COPY, BLOCKING, CLASSES, DEVICE_ONLY, EXPLICIT, OTHER, POLL, PSEUDO, SLOW_LAUNCH
+from mok.trace.metrics.taxonomy import (
+    ASYNC_COPY,
+    BLOCKING,
+    CLASSES,
+    DEVICE_ONLY,
+    EXPLICIT,
+    FIRST_LAUNCH,
+    OTHER,
+    POLL,
+    PSEUDO,
+    SLOW_LAUNCH,
+)
 from mok.trace.metrics.value import Answer, Metric, Unknown, share
 from mok.trace.model import Trace
 
@@ -144,7 +156,8 @@ def host_syncs(trace: Trace) -> HostSyncs | Unknown:
     elif not (joined.api >= 0).any():
         unknown = "no device operation has its launch call in the file, so nobody knows what a thread launched next"
     else:
-        total = _assign(trace, joined, start, end, row, np.isin(kinds, BLOCKING), harm, device)
+        until = np.where(kinds == FIRST_LAUNCH, start, end)  # what a loading launch launches itself is its next op
+        total = _assign(trace, joined, (start, end, until), row, np.isin(kinds, BLOCKING), harm, device)
     order = np.lexsort((start - end, -harm))
     traced = trace.lanes.kind.where("thread")[spans.lane[row]] | ~np.isin(kinds, BLOCKING)
     cover = joined.coverage * float(traced.mean() if len(traced) else 1.0)  # nobody knows what a bare record's thread did next
@@ -179,6 +192,8 @@ def _calls(trace: Trace, joined: Launches) -> tuple[I64, I64, npt.NDArray[np.boo
             working = np.where(own, np.maximum(working, covered), working)
         slow = kinds_of.slow_launches(kinds[suspects], length, working)
         kinds[suspects[slow]] = SLOW_LAUNCH
+        rest = suspects[~slow]
+        kinds[rest[np.isin(calls[rest], _first_launches(trace, joined))]] = FIRST_LAUNCH
     records = np.flatnonzero(spans.category.where("sync"))
     if len(records):
         seen = np.unique(_process_correlation(trace, calls), axis=0)
@@ -192,6 +207,18 @@ def _calls(trace: Trace, joined: Launches) -> tuple[I64, I64, npt.NDArray[np.boo
         calls, kinds = np.concatenate([calls, alone]), np.concatenate([kinds, kind])
         guessed = np.concatenate([guessed, np.ones(len(alone), bool)])
     return calls, kinds, guessed
+
+
+def _first_launches(trace: Trace, joined: Launches) -> I64:
+    """The calls that launched the first kernel of each name in each process: the ones that may load a module."""
+    rows = joined.ops.rows
+    kernel = np.flatnonzero(trace.spans.category.where("kernel")[rows] & (joined.api >= 0))
+    lane, owner = trace.spans.lane[rows[kernel]], np.stack([trace.lanes.rank.astype(np.int64), trace.lanes.process], 1)
+    _, group = np.unique(owner, axis=0, return_inverse=True)
+    key = group.reshape(-1).astype(np.int64)[lane] * (len(trace.spans.name.table) + 1) + trace.spans.name.codes[rows[kernel]]
+    _, first = np.unique(key, return_index=True)
+    found: I64 = joined.api[kernel[first]]
+    return found
 
 
 def _beside_a_call(trace: Trace, records: I64, blocking: I64) -> npt.NDArray[np.bool_]:
@@ -245,15 +272,18 @@ def _blamed_once(
 def _assign(
     trace: Trace,
     joined: Launches,
-    start: I64,
-    end: I64,
+    times: tuple[I64, I64, I64],
     row: I64,
     blocks: npt.NDArray[np.bool_],
     harm: I64,
     device: I64,
 ) -> int:
-    """Fill `harm` and `device` in place; returns the sum of the devices' spans."""
+    """Fill `harm` and `device` in place; returns the sum of the devices' spans.
+
+    times: start and end of each call, and the time from which a launch counts as the next one.
+    """
     spans = trace.spans
+    start, end, until = times
     launched = np.flatnonzero(joined.api >= 0)
     thread = spans.lane[joined.api[launched]]
     called = spans.start_ns[joined.api[launched]]
@@ -269,15 +299,15 @@ def _assign(
         at = called[thread == lane]
         order = np.argsort(at, kind="stable")
         ops, at = ops[order], at[order]
-        following = np.searchsorted(at, end[mine])
+        following = np.searchsorted(at, until[mine])
         mine, following = mine[following < len(ops)], following[following < len(ops)]
         target = joined.ops.device[ops[following]]
         for index in np.unique(target):
             here = joined.ops.device[ops] == index
             first = np.minimum.accumulate(spans.start_ns[joined.ops.rows[ops[here]]][::-1])[::-1]
             chosen = mine[target == index]
-            upto = first[np.searchsorted(at[here], end[chosen])]
-            claims[index].append(_claims(unions[index], chosen, start[chosen], end[chosen], upto))
+            upto = first[np.searchsorted(at[here], until[chosen])]
+            claims[index].append(_claims(unions[index], chosen, start[chosen], until[chosen], upto))
     total = 0
     for index, union in enumerate(unions):
         rows = joined.ops.of(index)
@@ -288,10 +318,10 @@ def _assign(
 
 
 def _claims(union: Union, call: I64, start: I64, end: I64, upto: I64) -> I64:
-    """Which idle stretches each call of one thread claims, calls sorted by end.
+    """Which idle stretches each call of one thread claims, from the one it returns in (or the first after) to `upto`.
 
-    Returns int64 [5, N]: call, its start, first and past-last stretch, and 1 where the device was dry before it began (weak).
-    Within a thread a later call takes over what it claims, so strong claims are cut at the next one.
+    Calls are sorted by end. Returns int64 [5, N]: call, its start, first and past-last stretch, and 1 where the device was
+    dry before it began (weak). Within a thread a later call takes over what it claims, so strong claims are cut at the next one.
     """
     closes = union.begin[1:]
     first = np.searchsorted(closes, end, "right")  # the stretch the call returns in, or the first after

@@ -18,7 +18,7 @@ from mok.trace.metrics.activity import Launches, text_arg
 from mok.trace.metrics.intervals import I64
 from mok.trace.model import Trace
 
-OTHER, SUBMIT, EXPLICIT, COPY, PSEUDO, ALLOCATOR, POLL, DEVICE_ONLY, SLOW_LAUNCH, ASYNC_COPY = range(10)
+OTHER, SUBMIT, EXPLICIT, COPY, PSEUDO, ALLOCATOR, POLL, DEVICE_ONLY, SLOW_LAUNCH, ASYNC_COPY, FIRST_LAUNCH = range(11)
 CLASSES = (
     "other",
     "submit",
@@ -30,8 +30,9 @@ CLASSES = (
     "device-only",
     "slow launch",
     "async copy",
+    "first-launch load",
 )
-BLOCKING = (EXPLICIT, COPY, PSEUDO, ALLOCATOR)
+BLOCKING = (EXPLICIT, COPY, PSEUDO, ALLOCATOR, FIRST_LAUNCH)
 SLOW_LAUNCH_NS = 50_000
 
 _SUFFIX = re.compile(r"(_v\d+)?(_ptsz|_ptds)?$")
