@@ -46,7 +46,7 @@ def find(name: str) -> Tool:
 
     Raises CapabilityError when there is none, or none that answers `--version`.
     """
-    chosen = os.environ.get(f"MOK_{name.upper()}", "")
+    chosen = {"nsys": os.environ.get("MOK_NSYS", ""), "ncu": os.environ.get("MOK_NCU", "")}[name]
     on_path = shutil.which(name)
     candidates: list[str] = [chosen] if chosen else [on_path] if on_path else []
     if not candidates:
