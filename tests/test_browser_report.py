@@ -48,7 +48,8 @@ def opened(browser: Any, path: Path, **how: Any) -> Page:
 def click_a_tile(at: Any) -> None:
     """Click the middle of a wide enough span of an SM in sight, and wait until it is selected."""
     find = (
-        "() => { const view = document.querySelector('.mok-timeline').timeline, { store } = view, scale = view.width / view.length;"
+        "() => { const view = document.querySelector('.mok-timeline').timeline, { store } = view,"
+        " scale = view.width / view.length;"
         " for (const entry of view.visible()) {"
         " if (entry.lane?.kind !== 'sm' || view.rowY(entry.lane.first) < 120) continue;"
         " const [begin, end] = store.range(entry.lane.first, view.t0, view.t1); for (let i = begin; i < end; i++)"

@@ -58,7 +58,7 @@ def test_a_packed_trace_reads_back(trace: Trace) -> None:
     text, notes = pack(answers)
     header, columns = unpacked(text)
     assert notes == ()
-    for name, column in answers.wire.items():
+    for name, column in (answers.wire | answers.wire_arguments).items():
         if name != "id":
             assert np.array_equal(columns[name].astype(float), column.values.astype(float), equal_nan=True), name
     assert header["mode"] == "inline"

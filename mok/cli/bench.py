@@ -140,6 +140,44 @@ def traces(
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(record.data), indent=2).decode() + "\n")
 
 
+@bench_app.command()
+def views(
+    cases: Annotated[list[str] | None, typer.Argument(help="inline-1m tiled-10m report-1m; default: all.")] = None,
+    out: Out = None,
+    replace: Replace = False,
+    as_json: AsJson = False,
+) -> None:
+    """Time the timeline in JupyterLab in a real Chromium, and weigh the report; needs playwright and a browser.
+
+    \b
+    Example:
+      mok bench views --out views.json
+    """
+    from mok.bench import views as bench
+    from mok.bench.record import Record
+    from mok.errors import unknown_name
+
+    for case in cases or ():
+        if case not in bench.CASES:
+            raise unknown_name("case", case, bench.CASES)
+    words = ["mok", "bench", "views", *(cases or ()), *(["--out", out.name] if out else [])]
+    record = Record(shlex.join(words), out, replace=replace)
+
+    def say(text: str) -> None:
+        stream = sys.stderr if as_json else sys.stdout
+        stream.write(text + "\n")
+        stream.flush()
+
+    for rows in bench.run(tuple(cases or bench.CASES), say):
+        record.add(rows[0].case, rows, {}, {})
+        for row in rows:
+            say(bench.line(row.to_dict()))
+    if as_json:
+        import msgspec
+
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(record.data), indent=2).decode() + "\n")
+
+
 def _kernels(
     phase: str,
     cases: list[str] | None,

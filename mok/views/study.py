@@ -18,11 +18,12 @@ _WIDTH, _HEIGHT, _PAD = 220, 22, 8
 CSS = """
 .mok-study{font-family:system-ui,sans-serif;font-size:13px;color:var(--jp-ui-font-color1,#1a1a1a);line-height:1.4;overflow-x:auto}
 .mok-study table{border-collapse:collapse;margin:.5em 0}
-.mok-study th,.mok-study td{padding:2px 8px;text-align:left;border-bottom:1px solid var(--jp-border-color2,#ddd);
-vertical-align:middle;white-space:nowrap;background:none}
-.mok-study td.note{white-space:normal;min-width:12em;max-width:34em}
-.mok-study td.below{padding:0 8px 4px 24px}
-.mok-study td.number{text-align:right;font-variant-numeric:tabular-nums}
+.mok-study table th,.mok-study table td{padding:2px 8px;text-align:left;border-bottom:1px solid var(--jp-border-color2,#ddd);
+vertical-align:middle;white-space:nowrap;background:none;max-width:none}
+.mok-study table svg{max-width:none}
+.mok-study table td.note{white-space:normal;min-width:16em;max-width:40em}
+.mok-study table td.below{padding:0 8px 4px 24px}
+.mok-study table td.number{text-align:right;font-variant-numeric:tabular-nums}
 .mok-study .quiet{color:var(--jp-ui-font-color2,#666)}
 .mok-study .alarm{color:#B22222;font-weight:600}
 .mok-study svg text{fill:var(--jp-ui-font-color2,#666);font-size:10px}
@@ -96,6 +97,8 @@ def change_text(ratio: float, low: float, high: float) -> str:
     middle = f"{100 * (ratio - 1):+.1f} %"
     if low <= 0 or not math.isfinite(high):
         return f"{middle} [open]"
+    if low == high:  # predicted: no noise
+        return middle
     return f"{middle} [{100 * (low - 1):+.1f}, {100 * (high - 1):+.1f}]"
 
 
@@ -171,7 +174,9 @@ def _x(log_ratio: float, span: float) -> float:
 
 
 def _axis(span: float) -> str:
-    ticks = [(-span, f"{100 * math.expm1(-span):.2g} %"), (0.0, "baseline"), (span, f"+{100 * math.expm1(span):.2g} %")]
+    low, high = (100 * math.expm1(end) for end in (-span, span))
+    ticks = [(-span, f"{low:.0f} %" if low <= -10 else f"{low:.1f} %"), (0.0, "baseline")]
+    ticks.append((span, f"+{high:.0f} %" if high >= 10 else f"+{high:.1f} %"))
     anchors = ("start", "middle", "end")
     marks = "".join(
         f'<text x="{_x(at, span):.0f}" y="14" text-anchor="{anchor}">{text}</text>'

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from mok.errors import InputError, MokError, require, unknown_name
 from mok.trace.model import Trace
 from mok.views.timeline import facts
-from mok.views.timeline.columns import WireColumn, arguments, core
+from mok.views.timeline.columns import WireColumn, arguments, core, unsent
 from mok.views.timeline.counters import counter_columns
 from mok.views.timeline.index import SpanIndex
 from mok.views.timeline.layout import KEYS, lanes_of, title_of
@@ -50,6 +50,7 @@ class Answers:
         self._lit_index: SpanIndex | None = None
         self._kinds: dict[str, Callable[[Mapping[str, Any]], Answer]] = {
             "hello": self._hello,
+            "arguments": self._later,
             "column": self._column,
             "tile": self._tile,
             "facts": self._facts,
@@ -93,16 +94,16 @@ class Answers:
 
     @cached_property
     def wire(self) -> dict[str, WireColumn]:
-        """Every column that is sent whole: those of spans only in inline mode, those of counters always."""
+        """What is sent whole before the first picture: columns of spans only in inline mode, those of counters always."""
         made = {column.name: column for column in counter_columns(self.trace, self.origin_ns)}
         if self.mode == "inline":
             made |= {column.name: column for column in core(self.index, self.origin_ns, self.parent, self.twin)}
-            made |= {f"arg:{column.name}": column for column in self._arguments[0]}
         return made
 
     @cached_property
-    def _arguments(self) -> tuple[list[WireColumn], list[str]]:
-        return arguments(self.index)
+    def wire_arguments(self) -> dict[str, WireColumn]:
+        """What is sent after the first picture, inline mode only: "arg:" and the argument's name -> its column."""
+        return {f"arg:{column.name}": column for column in arguments(self.index)} if self.mode == "inline" else {}
 
     def header(self) -> dict[str, Any]:
         """All that is needed before the first span: keys, lanes, columns, what is known about the clocks."""
@@ -125,20 +126,24 @@ class Answers:
             "lanes": lanes_of(self.index, self.sides),
             "num_rows": self.index.num_rows,
             "crowded": sorted(self.index.crowded),
-            "columns": [column.describe() | {"name": name} for name, column in self.wire.items()],
+            "columns": _described(self.wire),
             "help": KEYS,
-            "unsent": self._arguments[1] if self.mode == "inline" else [],
+            "unsent": unsent(self.trace) if self.mode == "inline" else [],
         }
 
     def _hello(self, _request: Mapping[str, Any]) -> Answer:
         return self.header(), []
 
+    def _later(self, _request: Mapping[str, Any]) -> Answer:
+        return {"columns": _described(self.wire_arguments)}, []
+
     def _column(self, request: Mapping[str, Any]) -> Answer:
         """A piece of a column: `name`, byte offset `from`."""
         name = str(request.get("name"))
-        if name not in self.wire:
-            raise unknown_name("column", name, self.wire)
-        data = np.ascontiguousarray(self.wire[name].values).view(np.uint8)
+        known = self.wire_arguments if name.startswith("arg:") else self.wire
+        if name not in known:
+            raise unknown_name("column", name, known)
+        data = np.ascontiguousarray(known[name].values).view(np.uint8)
         begin = _whole(request, "from", 0, len(data))
         return {"name": name, "from": begin}, [data[begin : begin + CHUNK_BYTES].tobytes()]
 
@@ -305,3 +310,7 @@ def _whole(request: Mapping[str, Any], name: str, least: int = -(2**62), most: i
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
         raise InputError(f"{name} must be a whole number from {least} to {most}, got {value!r}.")
     return value
+
+
+def _described(columns: Mapping[str, WireColumn]) -> list[dict[str, Any]]:
+    return [column.describe() | {"name": name} for name, column in columns.items()]

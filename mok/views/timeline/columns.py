@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mok.trace.model import NO_VALUE, Column, Strings
+from mok.trace.model import NO_VALUE, Column, Strings, Trace
 from mok.views.timeline.index import SpanIndex
 from mok.views.timeline.rows import by_small_key
 
@@ -62,16 +62,17 @@ def core(
     ]
 
 
-def arguments(index: SpanIndex) -> tuple[list[WireColumn], list[str]]:
-    """Argument columns in the same order, and the names of those whose texts are too many to send."""
+def arguments(index: SpanIndex) -> list[WireColumn]:
+    """Argument columns in the same order, without those of `unsent`."""
     order, _ = row_order(index)
-    made, unsent = [], []
-    for name, values in index.trace.spans.args.items():
-        if isinstance(values, Strings) and sum(map(len, values.table)) > MAX_TEXT_BYTES:
-            unsent.append(name)
-        else:
-            made.append(_argument(name, values, order))
-    return made, unsent
+    left_out = unsent(index.trace)
+    return [_argument(name, values, order) for name, values in index.trace.spans.args.items() if name not in left_out]
+
+
+def unsent(trace: Trace) -> list[str]:
+    """Names of argument columns whose distinct texts are too long to send."""
+    columns = trace.spans.args.items()
+    return [name for name, values in columns if isinstance(values, Strings) and sum(map(len, values.table)) > MAX_TEXT_BYTES]
 
 
 def row_order(index: SpanIndex) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.int64]]:

@@ -26,10 +26,7 @@ def parents(trace: Trace) -> I32:
     found = np.full(len(spans), -1, np.int32)
     kind = {name: lanes.kind.where(name)[spans.lane] for name in ("thread", "stream", "sm", "role")}
     known = spans.correlation >= 0
-    _, call = np.unique(np.where(known, spans.correlation, -1), return_inverse=True)
-    place = np.unique(lanes.process, return_inverse=True)[1][spans.lane] * np.int64(call.max(initial=0) + 1) + call
-    host, device = np.flatnonzero(kind["thread"] & known), np.flatnonzero(kind["stream"] & known)
-    _join(found, place, host, device)
+    _join(found, trace, np.flatnonzero(kind["thread"] & known), np.flatnonzero(kind["stream"] & known))
     where = np.unique(np.stack((lanes.rank, lanes.device)), axis=1, return_inverse=True)[1].ravel()[spans.lane]
     inner = kind["sm"] | kind["role"]
     for group in np.unique(where[inner]).tolist():
@@ -37,13 +34,19 @@ def parents(trace: Trace) -> I32:
     return found
 
 
-def _join(found: I32, place: npt.NDArray[np.int64], host: npt.NDArray[np.intp], device: npt.NDArray[np.intp]) -> None:
-    if not len(host):
+def _join(found: I32, trace: Trace, host: npt.NDArray[np.intp], device: npt.NDArray[np.intp]) -> None:
+    """Calls and activities that agree in process and correlation; of several calls the first."""
+    if not len(host) or not len(device):
         return
-    order = host[np.argsort(place[host], kind="stable")]
-    at = np.searchsorted(place[order], place[device])
-    hit = (at < len(order)) & (place[order[np.minimum(at, len(order) - 1)]] == place[device])
-    found[device[hit]] = order[at[hit]]
+    both = np.concatenate((host, device))
+    _, number = np.unique(trace.spans.correlation[both], return_inverse=True)
+    process = np.unique(trace.lanes.process, return_inverse=True)[1][trace.spans.lane[both]]
+    place = process * np.int64(number.max() + 1) + number
+    called, wanted = place[: len(host)], place[len(host) :]
+    order = np.argsort(called, kind="stable")
+    at = np.searchsorted(called[order], wanted)
+    hit = (at < len(order)) & (called[order[np.minimum(at, len(order) - 1)]] == wanted)
+    found[device[hit]] = host[order[at[hit]]]
 
 
 def _enclose(trace: Trace, found: I32, kernels: npt.NDArray[np.intp], inside: npt.NDArray[np.intp]) -> None:

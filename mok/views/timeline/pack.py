@@ -26,8 +26,8 @@ def pack(answers: Answers, budget_bytes: int = BUDGET_BYTES) -> tuple[str, tuple
     """
     header = answers.header()
     if answers.mode == "inline":
-        columns = [column for name, column in answers.wire.items() if name != "id" and not name.startswith("arg:")]
-        optional = [WireColumn(name, c.values, c.table) for name, c in answers.wire.items() if name.startswith("arg:")]
+        columns = [column for name, column in answers.wire.items() if name != "id"]
+        optional = [WireColumn(name, c.values, c.table) for name, c in answers.wire_arguments.items()]
     else:
         columns, optional = _picture(answers, header), []
     made = [_pack_column(column) for column in columns]

@@ -71,7 +71,7 @@ async function mountPacked(root, packedText, options = {}) {
 	const inline = header.mode === "inline";
 	const store = inline ? new InlineStore(header, columns)
 		: new PictureStore(header, { ...header.tile, key: columns.tile_key.values, share: columns.tile_share.values });
-	if (inline) store.addArguments(pick(columns, isArgument));
+	if (inline) store.addArguments(pick(columns, (name) => name.startsWith("arg:")));
 	const view = new TimelineView(root, header, store, options);
 	await drawn(view);
 	root.dataset.ready = header.mode;

@@ -1220,7 +1220,7 @@ function bindKeys(view) {
 // ---- hooks
 
 const pick = (columns, test) => Object.fromEntries(Object.entries(columns).filter(([name]) => test(name)));
-const isCounter = (name) => name.startsWith("counter_"), isArgument = (name) => name.startsWith("arg:");
+const isCounter = (name) => name.startsWith("counter_");
 
 function addCounters(header, columns) {
 	header.counters = pick(columns, isCounter);
@@ -1233,15 +1233,14 @@ async function mount(root, channel, options = {}) {
 	channel.onstate = (text) => { const state = root.querySelector(".tl-state") ?? root.querySelector("[role=status]"); if (state) state.textContent = text; };
 	const begun = performance.now();
 	const [header] = await channel.ask({ ask: "hello" });
-	const wanted = (test) => header.columns.filter((column) => test(column.name));
-	const columns = await fetchColumns(channel, wanted((name) => !isArgument(name)));
+	const columns = await fetchColumns(channel, header.columns);
 	addCounters(header, columns);
 	let view = null;
 	const store = header.mode === "inline" ? new InlineStore(header, columns) : new RemoteStore(header, channel, () => view?.draw());
 	view = new TimelineView(root, header, store, options);
 	await drawn(view);
 	root.dataset.firstDraw = Math.round(performance.now() - begun);
-	if (header.mode === "inline") store.addArguments(await fetchColumns(channel, wanted(isArgument)));
+	if (header.mode === "inline") store.addArguments(await fetchColumns(channel, (await channel.ask({ ask: "arguments" }))[0].columns));
 	root.dataset.ready = header.mode;
 	return watchChannel(view, channel);
 }
