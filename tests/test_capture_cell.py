@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
-import threading
 from pathlib import Path
 
 import pytest
@@ -206,7 +204,7 @@ def test_the_notebook_command(shell, tmp_path: Path) -> None:
 
 def test_stop_in_a_notebook(shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOK_FAKE_NSYS", "hang")
-    threading.Timer(1.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    support.interrupt_when_written(tmp_path / "r9.partial/log.txt")
     with pytest.raises(KeyboardInterrupt):
         shell.run_cell_magic("mok_capture", f"--name r9 --out {tmp_path}", "x = 1\n")
     assert (tmp_path / "r9.partial").is_dir()

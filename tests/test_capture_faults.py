@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -178,7 +177,7 @@ def test_errors_of_the_captured_code_keep_their_class_and_line(monkeypatch: pyte
 def test_stop_ends_the_child_and_keeps_what_there_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("MOK_FAKE_NSYS", "hang")
     monkeypatch.setenv("MOK_FAKE_NSYS_SKIP", "1")
-    threading.Timer(1.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    support.interrupt_when_written(tmp_path / "r1.partial/log.txt")
     with pytest.raises(KeyboardInterrupt):
         capture.nsys(SCRIPT, out=tmp_path, name="r1", limits=QUICK, progress=False)
     assert json.loads((tmp_path / "r1.partial/capture.json").read_text())["ended"] == "KeyboardInterrupt"

@@ -119,7 +119,7 @@ def one(name: str, what: tuple[str, object, dict[str, object]], out: Path, metri
     """Make one capture; its line of the summary, also when it fails."""
     tool, job, options = what
     begin = time.perf_counter()
-    limits = Limits(timeout_s=150, silent_s=100, turn=str(out.resolve() / "turn"))
+    limits = Limits(timeout_s=170, silent_s=170, turn=str(out.resolve() / "turn"))
     if tool == "ncu":
         options = {"metrics": metrics, **options}
     try:

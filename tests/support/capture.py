@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -31,6 +33,18 @@ def marked() -> set[int]:
         if state != "Z" and int(entry.name) != os.getpid() and any(word.startswith(b"MOK_CAPTURE_MARK=") for word in words):
             found.add(int(entry.name))
     return found
+
+
+def interrupt_when_written(path: Path, wait_s: float = 60.0) -> None:
+    """Ctrl-C to this process, from a thread, as soon as `path` has content."""
+
+    def watch() -> None:
+        end = time.monotonic() + wait_s
+        while time.monotonic() < end and not (path.is_file() and path.stat().st_size):
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def nobody_left(before: set[int], wait_s: float = 2.0) -> bool:
