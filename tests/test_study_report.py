@@ -98,9 +98,13 @@ def test_strata_are_concluded_one_by_one(tmp_path: Path) -> None:
 
 
 def test_simulated_and_cpu_times_say_so(tmp_path: Path) -> None:
-    text = said(planted(tmp_path, blocks=1, noise=0.0, notes=("simulated: machine h200",)))
+    text = said(planted(tmp_path, blocks=1, noise=0.0, notes=("simulated: h200", "rank 2 of 8")))
     assert "Times are simulated, not measured." in text
-    assert "minibatch=4096 is best: 5.0 % faster [5.0, 5.0]" in text
+    assert "minibatch=4096 is best: 5.0 % faster than minibatch=2048" in text
+    assert "on h200 (simulated)" in text
+    assert "Holm" not in text
+    page = report.render(findings(Study.load(tmp_path / "demo")))
+    assert page.count("rank 2 of 8") == 1  # what every run says is said once
     on_cpu = planted(tmp_path, "cpu", provenance={"device": {"cpu": "a processor"}})
     assert "Measured on a CPU: nothing is said about a GPU." in said(on_cpu)
 

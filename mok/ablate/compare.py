@@ -197,6 +197,9 @@ def _p(span: Callable[[float], tuple[float, float]], edge: float) -> tuple[float
         return FASTER if high < -edge else SLOWER if low > edge else SAME
 
     least, most = math.log(LEAST_P), 0.0
+    low, high = span(0.5)
+    if low == high and span(LEAST_P) == (low, high):  # both were predicted: no noise, no chance
+        return 0.0, part(0.5)
     verdict = part(1.0 - 1e-9)
     if verdict == UNDECIDED:
         return 1.0, UNDECIDED
@@ -234,11 +237,19 @@ def _changes(before: Findings, after: Findings) -> list[Change]:
     one_canary, other_canary = before.canary_ns, after.canary_ns
     if one_canary and other_canary and abs(math.log(other_canary / one_canary)) > boundary(after.study.resolution):
         changes.append(Change("machine", "canary kernel, µs", f"{one_canary / 1e3:.3g}", f"{other_canary / 1e3:.3g}"))
-    asked, asks = before.study.to_dict(), after.study.to_dict()
-    for name in asks:
-        if name not in ("name", "root", "device") and asked.get(name) != asks[name]:
-            changes.append(Change("question", name, _short(asked.get(name)), _short(asks[name])))
+    asked, asks = _flat(before.study.to_dict()), _flat(after.study.to_dict())
+    for name in dict.fromkeys([*asked, *asks]):
+        if name not in ("name", "root", "device") and asked.get(name) != asks.get(name):
+            changes.append(Change("question", name, _short(asked.get(name)), _short(asks.get(name))))
     return changes
+
+
+def _flat(data: Mapping[str, Any]) -> dict[str, Any]:
+    """A study's fields, those that map names to values one by one: `parameters.tokens`."""
+    found: dict[str, Any] = {}
+    for name, value in data.items():
+        found |= {f"{name}.{key}": inner for key, inner in value.items()} if isinstance(value, dict) else {name: value}
+    return found
 
 
 def _provenance(found: Findings, name: str) -> str:
@@ -256,5 +267,5 @@ def _range(pair: tuple[float, float] | None) -> str:
 
 
 def _short(value: Any) -> str:
-    text = level_text(value)
+    text = "not given" if value is None else level_text(value)
     return text if len(text) <= 120 else text[:117] + "..."

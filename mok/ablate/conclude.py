@@ -178,6 +178,10 @@ def device_text(runs: Sequence[Run]) -> str:
     """The devices the runs were measured on, in words."""
     names = []
     for run in runs:
+        if simulated(run):
+            note = next(note for note in run.notes if note.startswith(SIMULATED))
+            names.append(f"{note.removeprefix(SIMULATED).strip(': ')} (simulated)")
+            continue
         facts = run.provenance.get("device") or {}
         gpu = facts.get("gpu") or {}
         cpu = f"{facts['cpu']} (CPU)" if facts.get("cpu") else ""

@@ -92,7 +92,7 @@ def shifts_html(found: Comparison) -> str:
     lines = [_shift_line(shift) for shift in found.shifts]
     head = ("candidate", f"in {found.before.study.name}", f"in {found.after.study.name}")
     after = ("p (Holm)", "own cost / canary", "bits, one study to the other")
-    table = view.ratio_table(head, after, lines, found.resolution)
+    table = view.ratio_table(head, after, lines, found.resolution, unity="no change")
     rest = ""
     for study, levels in ((found.before.study.name, found.only_before), (found.after.study.name, found.only_after)):
         if levels:

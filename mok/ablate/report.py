@@ -39,7 +39,9 @@ def render(found: Findings) -> str:
     """The page of what a study found."""
     study = found.study
     body = [f"<h1>Study {html.escape(study.name)}</h1>", f'<p class="sentence">{html.escape(sentence(found))}</p>']
-    body += [_remark(found.health.sentences()[0], found.health.drifted), *(_remark(text, True) for text in _drifted(found))]
+    if not found.simulated:
+        body.append(_remark(found.health.sentences()[0], found.health.drifted))
+    body += [_remark(text, True) for text in _drifted(found)]
     body += _verdicts(found) if study.paired else _values(found)
     body += _best(found) + _main_effects(found) + _failures(found) + _machine(found) + _method(found) + _definition(found)
     page = view.page(f"Study {study.name}", "\n".join(body))
@@ -53,17 +55,17 @@ def _remark(text: str, alarm: bool) -> str:
     return f'<p class="{"alarm" if alarm else "quiet"}">{html.escape(text)}</p>'
 
 
-def line(row: Row, names: Sequence[str], folder: Path | None = None) -> Line:
-    """A finished comparison as a row of the table; links only with the study's `folder`."""
+def line(row: Row, names: Sequence[str], folder: Path | None = None, said: Sequence[str] = ()) -> Line:
+    """A finished comparison as a row of the table; links only with the study's `folder`; without notes that were `said`."""
     effect = row.effect
     cells = tuple(row.levels.get(name, "") for name in names)
     links = _links(row.run, folder) if folder is not None else ()
-    notes = [*row.run.notes]
+    notes = [note for note in row.run.notes if note not in said]
     if row.run.control:
         notes.insert(0, "control: the baseline against itself")
     if effect is None:
         return Line(cells, math.nan, 0.0, math.inf, "", (row.bits, "", ""), "; ".join(notes), links)
-    if effect.note:
+    if effect.note and effect.note not in said:
         notes.append(effect.note)
     if effect.blocks_to_decide is not None and not row.run.control:
         notes.append(f"about {effect.blocks_to_decide} blocks would decide it")
@@ -82,7 +84,9 @@ AFTER = ("bits", "blocks", "p (Holm)")
 
 
 def _verdicts(found: Findings) -> list[str]:
-    rows = [_warned(found, row, line(row, found.names, found.study.folder)) for row in (*found.controls, *found.rows)]
+    everything = (*found.controls, *found.rows)
+    said = _common(everything)
+    rows = [_warned(found, row, line(row, found.names, found.study.folder, said)) for row in everything]
     table = view.ratio_table(found.names, AFTER, rows, found.study.resolution)
     baselines = dict.fromkeys(
         levels_text(row.run.baseline) or "the notebook's defaults" for row in (*found.rows, *found.controls)
@@ -92,7 +96,16 @@ def _verdicts(found: Findings) -> list[str]:
         f"{'; '.join(baselines) or 'the baseline'} in the same process. The grey band is the resolution, "
         f"{100 * found.study.resolution:.3g} %."
     )
-    return ["<h2>Verdicts</h2>", f'<p class="quiet">{html.escape(note)}</p>', table]
+    remarks = [f'<p class="quiet">{html.escape(text)}</p>' for text in (note, *said)]
+    return ["<h2>Verdicts</h2>", *remarks, table]
+
+
+def _common(rows: Sequence[Row]) -> list[str]:
+    """Notes that every run carries: said once, above the table."""
+    if len(rows) < 2:
+        return []
+    notes = [[*row.run.notes, *([row.effect.note] if row.effect is not None and row.effect.note else [])] for row in rows]
+    return [note for note in notes[0] if all(note in others for others in notes)]
 
 
 def _warned(found: Findings, row: Row, shown: Line) -> Line:
@@ -173,6 +186,8 @@ def _failures(found: Findings) -> list[str]:
 
 
 def _machine(found: Findings) -> list[str]:
+    if not any(values.size for values in found.guards.values()):
+        return []
     parts = ["<h2>The machine while it ran</h2>"]
     parts += [f"<p>{html.escape(text)}</p>" for text in found.health.sentences()]
     for name, label, scale, unit in (
@@ -188,7 +203,7 @@ def _machine(found: Findings) -> list[str]:
 
 def _method(found: Findings) -> list[str]:
     study = found.study
-    if not study.paired:
+    if not study.paired or found.simulated:
         return []
     looks = Looks.between(study.min_blocks, study.max_blocks)
     text = (

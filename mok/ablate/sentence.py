@@ -51,10 +51,11 @@ def _claim(found: Findings) -> str:
         return _single(found, judged[0])
     count = Counter(row.effect.verdict for row in judged if row.effect is not None)
     tally = ", ".join(f"{count[name]} {name}" for name in VERDICTS if count[name])
+    holm = "" if found.simulated else f" (Holm over the table, wrong verdicts <= {_percent(found.study.alpha)})"
     clauses = [_best_clause(found, stratum) for stratum in dict.fromkeys(levels_text(row.run.strata) for row in judged)]
     return (
         f"{' '.join(clauses)} Of {len(judged)} comparisons by {found.metric} on {found.device} at a resolution of "
-        f"{_percent(found.study.resolution)}: {tally} (Holm over the table, wrong verdicts <= {_percent(found.study.alpha)})."
+        f"{_percent(found.study.resolution)}: {tally}{holm}."
         f"{_price(judged)}"
     )
 

@@ -69,8 +69,10 @@ class Effect:
         if not math.isfinite(self.ratio):
             return "no interval yet"
         sign = -1.0 if self.ratio < 1 else 1.0
-        ends = sorted(sign * 100 * (value - 1) for value in (self.low, self.high))
         word = "faster" if self.ratio < 1 else "slower"
+        if self.low == self.high:  # predicted: no noise
+            return f"{100 * abs(self.ratio - 1):.1f} % {word}"
+        ends = sorted(sign * 100 * (value - 1) for value in (self.low, self.high))
         if not all(math.isfinite(end) for end in ends) or self.low <= 0:
             return f"{abs(self.ratio - 1):.1%} {word}, no interval yet".replace("%", " %")
         return f"{100 * abs(self.ratio - 1):.1f} % {word} [{ends[0]:.1f}, {ends[1]:.1f}]"

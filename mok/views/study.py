@@ -22,6 +22,7 @@ CSS = """
 vertical-align:middle;white-space:nowrap;background:none;max-width:none}
 .mok-study table svg{max-width:none}
 .mok-study table td.note{white-space:normal;min-width:16em;max-width:40em}
+.mok-study table td.level{white-space:normal;max-width:16em}
 .mok-study table td.below{padding:0 8px 4px 24px}
 .mok-study table td.number{text-align:right;font-variant-numeric:tabular-nums}
 .mok-study .quiet{color:var(--jp-ui-font-color2,#666)}
@@ -57,20 +58,21 @@ def ratio_table(
     *,
     verdicts: bool = True,
     notes_below: bool = False,
+    unity: str = "baseline",
 ) -> str:
     """An HTML table of `lines`: head cells, the interval drawn on one common axis, change in per cent, verdict, more cells.
 
     The grey band is the resolution: what lies inside it counts as the same. verdicts: with a column for them.
-    notes_below: notes in lines of their own, for narrow places.
+    notes_below: notes in lines of their own, for narrow places. unity: what a ratio of 1 means.
     """
     span = _span(lines, resolution)
-    names = [*(html.escape(name) for name in head), _axis(span), "change [interval]", "verdict"]
+    names = [*(html.escape(name) for name in head), _axis(span, unity), "change [interval]", "verdict"]
     names = names if verdicts else names[:-1]
     files = any(line.links for line in lines)
     names += [*(html.escape(name) for name in after), *([] if notes_below else ["note"]), *(["files"] if files else [])]
     rows = ["".join(f'<th scope="col">{name}</th>' for name in names)]
     for line in lines:
-        cells = [f"<td>{html.escape(cell)}</td>" for cell in line.cells]
+        cells = [f'<td class="level">{html.escape(cell)}</td>' for cell in line.cells]
         cells.append(f"<td>{_bar(line, span, resolution)}</td>")
         cells.append(f'<td class="number">{html.escape(change_text(line.ratio, line.low, line.high))}</td>')
         colour = VERDICT_COLOURS.get(line.verdict, GREY)
@@ -173,9 +175,9 @@ def _x(log_ratio: float, span: float) -> float:
     return _PAD + (inside + span) / (2 * span) * (_WIDTH - 2 * _PAD)
 
 
-def _axis(span: float) -> str:
+def _axis(span: float, unity: str) -> str:
     low, high = (100 * math.expm1(end) for end in (-span, span))
-    ticks = [(-span, f"{low:.0f} %" if low <= -10 else f"{low:.1f} %"), (0.0, "baseline")]
+    ticks = [(-span, f"{low:.0f} %" if low <= -10 else f"{low:.1f} %"), (0.0, html.escape(unity))]
     ticks.append((span, f"+{high:.0f} %" if high >= 10 else f"+{high:.1f} %"))
     anchors = ("start", "middle", "end")
     marks = "".join(
