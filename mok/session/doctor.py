@@ -100,7 +100,8 @@ def _nvlink() -> Capability:
 
 
 def _nsys() -> Capability:
-    text = _tool("nsys", "/opt/nvidia/nsight-systems/*/bin", "/usr/local/cuda/bin")
+    with_ncu = "/opt/nvidia/nsight-compute/*/host/target-linux-x64"  # Nsight Compute brings an nsys of its own
+    text = _tool("nsys", with_ncu, "/opt/nvidia/nsight-systems/*/bin", "/usr/local/cuda/bin")
     return _capability("nsys", text is not None, text or "", "install NVIDIA Nsight Systems and put nsys on PATH")
 
 
