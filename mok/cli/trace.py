@@ -18,6 +18,7 @@ from mok.cli.trace_files import Files, export, info, open_files, redact, say
 from mok.errors import InputError, require
 
 if TYPE_CHECKING:
+    from mok.trace.metrics.kernel import SmAccounting
     from mok.trace.metrics.value import Answer, Unknown
     from mok.trace.model import Trace
 
@@ -55,18 +56,19 @@ def summary(files: Files, limit: Limit = 10, as_json: AsJson = False) -> None:
       mok trace summary run.sqlite
       mok trace summary profile.json.gz --limit 20 --json
     """
-    from mok.trace.metrics import Unknown, critical_path, device_times, launch_stats
+    from mok.trace.metrics import Unknown, accounts, critical_path, device_times, launch_stats
     from mok.trace.metrics.compat import api_totals, project
     from mok.trace.metrics.value import shown
 
     trace = open_files(files)
     times, started, path = device_times(trace), launch_stats(trace), critical_path(trace)
     kernels = _longest(trace, limit)
-    if isinstance(times, Unknown):
+    inside = accounts(trace)
+    rows = _sm_rows(inside)
+    if isinstance(times, Unknown) and isinstance(inside, Unknown):
         _abstain(times, as_json)
         return
-    rows: list[tuple[str, str]] = []
-    for one in times:
+    for one in () if isinstance(times, Unknown) else times:
         rows += [(f"{one.device}: {name}", str(answer)) for name, answer in one.metrics.items()]
         gaps = f"{one.gaps:,}, {one.gaps_over:,} over 10 us, longest {shown(one.max_gap_ns, 'ns')}"
         rows += [(f"{one.device}: operations", f"{one.num_ops:,}, {one.num_kernels:,} kernels"), (f"{one.device}: gaps", gaps)]
@@ -85,7 +87,8 @@ def summary(files: Files, limit: Limit = 10, as_json: AsJson = False) -> None:
             (f"{part['count']:,} x", f"{device} on the device, {part['num_ops']:,} operations: range {part['name'][:90]}")
         )
     data = {
-        "devices": [one.to_dict() for one in times],
+        "devices": times.to_dict() if isinstance(times, Unknown) else [one.to_dict() for one in times],
+        "sm_time": _sm_data(inside),
         "launch": started.to_dict(),
         "critical_path": path.to_dict() if isinstance(path, Unknown) else path.to_dict(trace, limit),
         "kernels": kernels,
@@ -93,6 +96,31 @@ def summary(files: Files, limit: Limit = 10, as_json: AsJson = False) -> None:
         "ranges": ranges.to_dict() if isinstance(ranges, Unknown) else projected,
     }
     say(rows, data, as_json)
+
+
+def _sm_rows(found: Mapping[str, SmAccounting] | Unknown) -> list[tuple[str, str]]:
+    """SM time of every launch; nothing where the trace has no in-kernel lanes."""
+    if not isinstance(found, Mapping):
+        return []
+    rows = []
+    for name, one in found.items():
+        parts = ", ".join(f"{kind} {share:.1%}" for kind, share in one.shares.items())
+        rows.append((f"{name}: SM time", f"{one.num_sms} SMs x {one.kernel_ns / 1e6:.3f} ms: {parts}"))
+        cost = f"{one.cost_of_communication:.2%} = exposed {one.exposed:.2%} + communication SMs {one.comm_sm_share:.2%}"
+        rows.append((f"{name}: cost of communication", cost))
+    return rows
+
+
+def _sm_data(found: Mapping[str, SmAccounting] | Unknown) -> dict[str, Any]:
+    from mok.trace.metrics.inside import answers
+
+    if not isinstance(found, Mapping):
+        return found.to_dict()
+    return {
+        name: {"shares": one.shares, "kernel_ns": one.kernel_ns, "num_sms": one.num_sms}
+        | {key: answer.to_dict() for key, answer in answers(one).items()}
+        for name, one in found.items()
+    }
 
 
 def _named(what: str, answers: Mapping[str, Answer] | Unknown) -> list[tuple[str, str]]:
@@ -127,21 +155,23 @@ def overlap(
     mode: Annotated[str, typer.Option(help="mok, hta or nsys: whose definition.")] = "mok",
     as_json: AsJson = False,
 ) -> None:
-    """Communication beside computation, by whole kernels, as we, HolisticTraceAnalysis or nsys define it.
+    """Communication beside computation: by whole kernels, as we, HolisticTraceAnalysis or nsys define it, and inside ours.
 
     \b
     Examples:
       mok trace overlap run.sqlite
       mok trace overlap rank0.json.gz rank1.json.gz --mode hta --json
     """
-    from mok.trace.metrics import Unknown
+    from mok.trace.metrics import Unknown, accounts
     from mok.trace.metrics import overlap as measured
     from mok.trace.metrics.overlap import explain
     from mok.trace.metrics.value import shown
 
-    found = measured(open_files(files), mode)
+    trace = open_files(files)
+    found, inside = measured(trace, mode), accounts(trace)
     if isinstance(found, Unknown):
-        _abstain(found, as_json)
+        rows = [("by whole kernels", str(found)), *_sm_rows(inside)]
+        say(rows, found.to_dict() | {"sm_time": _sm_data(inside)}, as_json)
         return
     rows = []
     for one in found:
@@ -149,8 +179,9 @@ def overlap(
         text = ", ".join(f"{name} {shown(value, 'ns')}" for name, value in parts.items())
         rows.append((str(one.device), f"{one.ratio} ({text})"))
     whole = explain(found)
-    data = {"overall": whole.to_dict(), "devices": [one.to_dict() for one in found]}
-    say([*rows, ("all devices", str(whole)), ("definition", whole.definition)], data | _value(whole), as_json)
+    rows += [("all devices", str(whole)), ("definition", whole.definition), *_sm_rows(inside)]
+    data = {"overall": whole.to_dict(), "devices": [one.to_dict() for one in found], "sm_time": _sm_data(inside)}
+    say(rows, data | _value(whole), as_json)
 
 
 def _value(answer: Answer) -> dict[str, Any]:

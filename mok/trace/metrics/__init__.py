@@ -6,6 +6,7 @@ from mok.trace.metrics.critical import CriticalPath, critical_path
 from mok.trace.metrics.device import DeviceTime, device_times
 from mok.trace.metrics.diff import TraceDiff, diff
 from mok.trace.metrics.gaps import Gaps, gaps, hta_idle
+from mok.trace.metrics.inside import accounts
 from mok.trace.metrics.launch import LaunchStats, launch_stats
 from mok.trace.metrics.overlap import Overlap, kernel_overlaps, overlap
 from mok.trace.metrics.syncs import HostSyncs, host_syncs
@@ -25,6 +26,7 @@ __all__ = [
     "Overlap",
     "TraceDiff",
     "Unknown",
+    "accounts",
     "activity",
     "critical_path",
     "device_times",

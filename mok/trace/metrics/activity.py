@@ -75,6 +75,8 @@ def nothing_recorded(trace: Trace, what: str = "kernel, copy or memset") -> str:
     held = f"it holds {', '.join(seen[:6])}" if seen else "it holds no span at all"
     notes = sorted(trace.meta.diagnostics, key=lambda line: [rule.search(line) is None for rule in _TELLING])[:2]
     said = f" The tool reported: {' / '.join(notes)}" if notes else ""
+    if trace.lanes.kind.where("sm", "role")[trace.spans.lane].any():
+        held = "it is the inside of a kernel, whose SM time accounting can answer"
     return f"no {what} was recorded; {held}.{said}"
 
 

@@ -13,10 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from mok.trace.metrics.activity import Device, Launches, busy, innermost, launches, nothing_recorded, text_of
+from mok.trace.metrics.activity import Device, Launches, activity, busy, innermost, launches, nothing_recorded, text_of
 from mok.trace.metrics.device import GAP_NS
 from mok.trace.metrics.intervals import I64, Union
 from mok.trace.metrics.intervals import gaps as stretches
+from mok.trace.metrics.overlap import hta_trimmed
 from mok.trace.metrics.value import Answer, Metric, Unknown, shown
 from mok.trace.model import Trace
 
@@ -140,8 +141,11 @@ def _overhead(trace: Trace, device: Device) -> Union:
 
 
 def hta_idle(trace: Trace) -> dict[str, Answer] | Unknown:
-    """Idle time between neighbours of each stream as HTA splits it: host wait, kernel wait (under 30 ns), other; ns."""
-    joined = launches(trace)
+    """Idle time between neighbours of each stream as HTA splits it: host wait, kernel wait (under 30 ns), other; ns.
+
+    Of ops launched before the last profiler step, as HTA keeps them.
+    """
+    joined = launches(trace, hta_trimmed(trace, activity(trace)))
     if not len(joined.ops.rows):
         return Unknown(nothing_recorded(trace), "ns", "HTA idle time breakdown")
     spans = trace.spans

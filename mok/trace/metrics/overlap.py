@@ -70,7 +70,7 @@ def overlap(trace: Trace, mode: str = "mok") -> tuple[Overlap, ...] | Unknown:
     if not len(ops.rows) or not trace.spans.category.where("kernel", "memcpy", "graph")[ops.rows].any():
         return Unknown(nothing_recorded(trace), "share", DEFINITIONS[mode])
     if mode == "hta":
-        ops = _trimmed(trace, ops)
+        ops = hta_trimmed(trace, ops)
     working = {ops.devices[index] for index in np.unique(ops.device[~trace.spans.category.where("sync")[ops.rows]])}
     return tuple(_one(trace, ops, index, mode) for index, device in enumerate(ops.devices) if device in working)
 
@@ -117,7 +117,7 @@ def _no_comm(trace: Trace, rows: I64) -> str:
     )
 
 
-def _trimmed(trace: Trace, ops: Activity) -> Activity:
+def hta_trimmed(trace: Trace, ops: Activity) -> Activity:
     """The ops HTA keeps: those of calls that begin before the last profiler step does, when a rank has two or more."""
     spans, lanes = trace.spans, trace.lanes
     step = matches(spans.name, np.arange(len(spans)), re.compile("ProfilerStep"))
