@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.timelines import Timeline
 
@@ -82,6 +82,7 @@ LAUNCHES = st.lists(
 )
 
 
+@settings(deadline=None)
 @given(RANGES, LAUNCHES)
 def test_projection_is_first_to_last_operation_launched_inside(
     ranges: list[tuple[int, int, int]], calls: list[tuple[int, int, int, int]]

@@ -6,7 +6,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.timelines import Timeline
 
@@ -52,6 +52,7 @@ def cells(pairs: list[tuple[int, int]]) -> set[int]:
     return {t for start, length in pairs for t in range(start, start + length)}
 
 
+@settings(deadline=None)
 @given(INTERVALS, INTERVALS, st.integers(-60, 60), st.integers(0, 60))
 def test_interval_arithmetic_is_set_arithmetic(one: list[tuple[int, int]], two: list[tuple[int, int]], low: int, n: int) -> None:
     a, b = arrays(one), arrays(two)
@@ -87,6 +88,7 @@ def pieces(trace: Trace, seed: int) -> Trace:
     return Trace(both.take(rng.permutation(len(twice))), trace.counters, trace.lanes, trace.meta)
 
 
+@settings(deadline=None)
 @given(OPS, st.integers(0, 2**32 - 1))
 def test_time_adds_up_and_does_not_depend_on_how_it_is_cut(ops: list[tuple[int, int, int, str]], seed: int) -> None:
     trace = device_trace(ops)
@@ -272,6 +274,7 @@ def test_innermost_range() -> None:
     assert found == ["step", "layer", "forward", "loose", "loose", "step", ""]
 
 
+@settings(deadline=None)
 @given(OPS)
 def test_a_trace_does_not_differ_from_itself(ops: list[tuple[int, int, int, str]]) -> None:
     trace = device_trace(ops)

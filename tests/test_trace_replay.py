@@ -18,6 +18,7 @@ from mok.trace.metrics.replay import Replay, replay
 DAG = st.lists(st.tuples(st.integers(1, 50), st.lists(st.integers(0, 100), max_size=3)), min_size=1, max_size=12)
 
 
+@settings(deadline=None)
 @given(DAG)
 def test_the_critical_path_of_a_built_dag_is_exact(nodes: list[tuple[int, list[int]]]) -> None:
     """A task graph: each node takes its time after the tasks it names; the longest chain is found by trying them all."""

@@ -170,6 +170,7 @@ def test_chrome_json_is_json_with_every_nanosecond(tmp_path: Path) -> None:
     assert len({e["pid"] for e in events if e["ph"] == "M" and e["name"] == "process_name"}) == 3
 
 
+@settings(deadline=None)
 @given(st.integers(-(2**62), 2**62))
 def test_microseconds_are_exact(ns: int) -> None:
     assert Decimal(microseconds(ns)) * 1000 == ns

@@ -60,7 +60,7 @@ bad = 0
 try:
     with no_host_sync() as seen:
         driver.cuCtxSynchronize()
-    print("MISS", seen, "bare driver call")
+    print("FAIL", seen, "bare driver call")
     bad += 1
 except HostSyncError as error:
     print("ok  ", seen.method, "bare driver call |", error)
@@ -85,6 +85,7 @@ for profiled in (False, True):
             method = seen.method if seen else "none"
             right = bool(caught) == loud
             bad += not right and method == "CUPTI"
-            print("ok  " if right else "MISS", method, name, "|", caught[:220], flush=True)
+            verdict = "ok  " if right else "FAIL" if method == "CUPTI" else "note"  # torch's route says that it misses some
+            print(verdict, method, name, "|", caught[:220], flush=True)
 
 sys.exit(bad > 0)

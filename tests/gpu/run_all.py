@@ -83,6 +83,7 @@ def parts() -> list[Part]:
     found.append(Part("correct", "correct", 90, script("forward_check", "correct")))
     found += [Part(f"functional_{name}", "functional", 90, script("functional_check", name)) for name in
               ("ep", "graph", "syncs", "faults", "measure")]  # fmt: skip
+    found.append(Part("no_sync", "functional", 90, script("no_sync_check")))
     found.append(Part("rules", "engine", 90, script("engine_check", "schedule", "quantize", "epilogue", "contract")))
     found += [Part(name, "engine", 90, script("engine_check", name)) for name in ("meeting", "faults", "big")]
     found.append(Part("ranks", "ranks", 90, script("ranks_check")))
