@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import threading
 from typing import Any
 
 import pytest
@@ -59,8 +60,8 @@ class Driver:
         return 1 if address.value == PAGEABLE else 0
 
 
-def watched(library: Cupti, allocations: bool = False) -> tuple[SyncWatch, cupti.Subscription]:
-    watch = SyncWatch(allocations)
+def watched(library: Cupti, allocations: bool = False, thread: int | None = None) -> tuple[SyncWatch, cupti.Subscription]:
+    watch = SyncWatch(allocations, thread)
     watch.method, watch._pointers = "CUPTI", cupti.Pointers(Driver())
     return watch, cupti.Subscription(watch.wanted, watch.seen, library)
 
@@ -113,6 +114,17 @@ def test_allocations_count_when_asked() -> None:
     watch, _ = watched(library, allocations=True)
     library.call(2, 120)
     assert [call.kind for call in watch.calls] == ["allocator"]
+
+
+def test_other_threads_count_unless_left_out() -> None:
+    for thread, count in ((None, 2), (threading.get_ident(), 1)):
+        library = Cupti()
+        watch, _ = watched(library, thread=thread)
+        other = threading.Thread(target=library.call, args=(2, 20))
+        other.start()
+        other.join()
+        library.call(2, 20)
+        assert len(watch.calls) == count
 
 
 def test_an_error_in_the_watch_is_kept() -> None:

@@ -43,11 +43,12 @@ class BlockingCall:
 class SyncWatch:
     """What one block did. calls: the blocking ones; method: how they were seen; limits: what could not be."""
 
-    def __init__(self, allocations: bool) -> None:
+    def __init__(self, allocations: bool, thread: int | None = None) -> None:
         self.calls: list[BlockingCall] = []
         self.method = "nothing"
         self.limits = ""
         self._allocations = allocations
+        self._thread = thread
         self._depth = threading.local()
         self._pointers: cupti.Pointers | None = None
 
@@ -71,7 +72,7 @@ class SyncWatch:
         """CUPTI's report of a call; a driver call inside a runtime call is the same call."""
         depth = getattr(self._depth, "value", 0) + (1 if entering else -1)
         self._depth.value = depth
-        if entering and depth == 1:
+        if entering and depth == 1 and self._thread in (None, threading.get_ident()):
             kind = self._kind(bare(name), params)
             if kind is not None:
                 self.add(bare(name), kind)
@@ -109,16 +110,17 @@ class SyncWatch:
 
 
 @contextlib.contextmanager
-def no_host_sync(*, allocations: bool = False, strict: bool = False) -> Iterator[SyncWatch]:
+def no_host_sync(*, allocations: bool = False, this_thread: bool = False, strict: bool = False) -> Iterator[SyncWatch]:
     """Raise HostSyncError after (with torch's route: at) a call in the block that makes the host wait for the GPU.
 
-    allocations: also cudaMalloc, cudaFree, pinned allocation and module loading, which may wait. strict: raise
-    CapabilityError where not every call can be seen (no GPU, or no CUPTI), instead of a warning. Yields a `SyncWatch`;
-    an exception of the block itself passes through unchanged.
+    allocations: also cudaMalloc, cudaFree, pinned allocation and module loading, which may wait. this_thread: leave out
+    other threads, such as a data loader's; autograd's are other threads too. strict: raise CapabilityError where not
+    every call can be seen (no GPU, or no CUPTI), instead of a warning. Yields a `SyncWatch`; an exception of the block
+    itself passes through unchanged.
     """
     import torch
 
-    watch = SyncWatch(allocations)
+    watch = SyncWatch(allocations, threading.get_ident() if this_thread else None)
     if not torch.cuda.is_available():
         watch.limits = "no CUDA device here, so nothing was checked"
         _complain(watch, strict)
