@@ -53,12 +53,12 @@ def core(
     linked = {"parent": parent} | ({} if twin is None else {"twin": twin})
     return [
         WireColumn("row_first", first.astype(np.uint32)),
-        WireColumn("start", (spans.start_ns[order] - origin_ns).astype(np.float64)),
+        WireColumn("start", _smallest(spans.start_ns[order] - origin_ns)),
         WireColumn("dur", _smallest(spans.dur_ns[order])),
-        WireColumn("name", spans.name.codes[order], table),
+        WireColumn("name", _smallest(spans.name.codes[order]), table),
         WireColumn("key", key[order]),
-        *(WireColumn(name, place[column[order]]) for name, column in linked.items()),
-        WireColumn("id", order.astype(np.uint32)),
+        *(WireColumn(name, _smallest(place[column[order]])) for name, column in linked.items()),
+        WireColumn("id", _smallest(order)),
     ]
 
 
@@ -87,7 +87,7 @@ def row_order(index: SpanIndex) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.in
 
 def _argument(name: str, values: Column, order: npt.NDArray[np.intp]) -> WireColumn:
     if isinstance(values, Strings):
-        return WireColumn(name, values.codes[order], values.table)
+        return WireColumn(name, _smallest(values.codes[order]), values.table)
     if values.dtype.kind == "f":
         return WireColumn(name, values[order].astype(np.float64))
     there = values != NO_VALUE
@@ -102,7 +102,10 @@ def _argument(name: str, values: Column, order: npt.NDArray[np.intp]) -> WireCol
     return WireColumn(name, found[order], tuple(map(str, texts.tolist())))
 
 
-def _smallest(values: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
-    """int32 where every value fits, else float64 (exact to 2^53 ns, 104 days)."""
-    fits = not len(values) or (int(values.min()) > NO_INT32 and int(values.max()) < 2**31)
-    return values.astype(np.int32 if fits else np.float64)
+def _smallest(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Whole numbers in the smallest type that holds them, beyond 32 bits float64 (exact to 2^53 ns, 104 days)."""
+    low, high = (int(values.min()), int(values.max())) if len(values) else (0, 0)
+    for dtype in (np.uint8, np.int8, np.uint16, np.int16, np.uint32, np.int32):
+        if low >= np.iinfo(dtype).min and high <= np.iinfo(dtype).max:
+            return values.astype(dtype)
+    return values.astype(np.float64)

@@ -317,14 +317,14 @@ class RemoteStore {
 		this.anyLit = false;
 	}
 
-	/** Asks for what `view` shows and a quarter more on each side, unless the last question was the same. */
+	/** Asks for what `view` shows and an eighth more on each side, unless the last question was the same. */
 	want(view, rows, hidden) {
-		const length = view.t1 - view.t0, margin = length / 4;
+		const length = view.t1 - view.t0, margin = length / 8;
 		const covered = this.tile && !this.stale && this.tile.t0 <= view.t0 && this.tile.t1 >= view.t1 && rows.every((row) => this.tile.lines.has(row))
 			&& (this.tile.exact || (this.tile.t1 - this.tile.t0) / this.tile.width <= 1.3 * (length / view.width));
 		if (covered) return;
 		const t0 = Math.floor(Math.max(-length, view.t0 - margin)), t1 = Math.ceil(Math.max(view.t1 + margin, t0 + 1));
-		const request = { ask: "tile", t0, t1, width: Math.round(view.width * 1.5), rows: runs(rows), hidden: [...hidden] };
+		const request = { ask: "tile", t0, t1, width: Math.round(view.width * 1.25), rows: runs(rows), hidden: [...hidden] };
 		const question = JSON.stringify(request);
 		if (question === this.asked) return;
 		this.asked = question;
