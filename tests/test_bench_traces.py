@@ -9,6 +9,7 @@ import pytest
 from mok.bench import trace_files, traces
 from mok.bench.record import Record, wrong_with
 from mok.errors import InputError, MokError
+from mok.trace.metrics.gaps import hta_idle
 from mok.trace.metrics.overlap import overlap
 from mok.trace.read import open_trace
 
@@ -46,14 +47,14 @@ def small(monkeypatch):
 LIMITS = {"open_overlap_s": 6.0, "peak_rss_mib": 1536.0}
 FAKE = """import json, sys
 print("noise")
-print(json.dumps({"seconds": 50.0, "peak_rss_mib": 4000.0, "overlap_pct": %s, "idle_us": 1.0}))
+print(json.dumps({"seconds": 50.0, "peak_rss_mib": 4000.0, "overlap_pct": %s, "idle_us": %s}))
 """
 
 
-def fake_hta(tmp_path, answer):
+def fake_hta(tmp_path, *answers):
     """An interpreter whose only talent is to print an answer."""
     script, python = tmp_path / "fake.py", tmp_path / "python"
-    script.write_text(FAKE % answer)
+    script.write_text(FAKE % answers)
     python.write_text(f'#!/bin/sh\nexec {sys.executable} {script} "$@"\n')
     python.chmod(0o755)
     return python
@@ -61,8 +62,10 @@ def fake_hta(tmp_path, answer):
 
 def test_both_sides_into_one_record(tmp_path, small):
     trace_files.kineto(tmp_path / "probe.json.gz", 6000)
-    (found,) = overlap(open_trace(tmp_path / "probe.json.gz"), "hta")
-    hta = fake_hta(tmp_path, round(100 * found.overlap_ns / found.comm_ns, 2))
+    trace = open_trace(tmp_path / "probe.json.gz")
+    (found,) = overlap(trace, "hta")
+    idle_us = sum(metric.value for metric in hta_idle(trace).values()) / 1000
+    hta = fake_hta(tmp_path, round(100 * found.overlap_ns / found.comm_ns, 2), idle_us)
     record, said = Record("mok bench traces", tmp_path / "traces.json"), []
     done = [row for rows in traces.run(traces.suite(()), 2, hta, record, said.append) for row in rows]
     data = json.loads((tmp_path / "traces.json").read_text())
@@ -80,9 +83,12 @@ def test_both_sides_into_one_record(tmp_path, small):
 
 
 def test_sides_that_disagree_stop_the_benchmark(tmp_path, small):
-    hta = fake_hta(tmp_path, 99.0)
-    with pytest.raises(MokError, match=r"the answers differ: overlap .* 99.0 % from hta"):
-        list(traces.run(["kineto-1m"], 2, hta, Record("x"), lambda _: None))
+    trace_files.kineto(tmp_path / "probe.json.gz", 6000)
+    (found,) = overlap(open_trace(tmp_path / "probe.json.gz"), "hta")
+    right = round(100 * found.overlap_ns / found.comm_ns, 2)
+    for answers, message in (((99.0, 1.0), r"overlap .* 99.0 % from hta"), ((right, 1.0), r"idle .* 1.0 us from hta")):
+        with pytest.raises(MokError, match=f"the answers differ: {message}"):
+            list(traces.run(["kineto-1m"], 2, fake_hta(tmp_path, *answers), Record("x"), lambda _: None))
 
 
 def test_a_side_that_fails_stops_the_benchmark(tmp_path, small):

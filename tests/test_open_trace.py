@@ -39,6 +39,9 @@ def test_a_report_goes_through_nsys_export(tmp_path, monkeypatch):
     copy = shutil.which("cp", path="/bin:/usr/bin")
     fake_nsys(tools, f'for each; do case "$each" in --output=*) {copy} {export} "${{each#--output=}}";; esac; done')
     assert open_trace(report).meta.coverage["kernels"] == 1
+    monkeypatch.setenv("MOK_NSYS", str(tools / "nsys"))
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert open_trace(report).meta.coverage["kernels"] == 1
     fake_nsys(tools, "echo unsupported report version >&2; exit 3")
     with pytest.raises(InputError, match=r"exit status 3\): unsupported report version"):
         open_trace(report)

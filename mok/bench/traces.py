@@ -28,6 +28,7 @@ HTA = "holistictraceanalysis==0.5.0"
 MIN_ROUNDS = 20
 TIMEOUT_S = 1800
 _OVERLAP_SLACK_PCT = 0.01
+_IDLE_SLACK_US = 1.0
 _HTA_DIGITS = 2  # it prints its percentage rounded
 
 
@@ -154,6 +155,8 @@ def _child(command: Sequence[str], what: str) -> dict[str, float]:
 def _compare(ours: Mapping[str, float], theirs: Mapping[str, float]) -> None:
     if abs(round(ours["overlap_pct"], _HTA_DIGITS) - theirs["overlap_pct"]) > _OVERLAP_SLACK_PCT:
         raise MokError(f"the answers differ: overlap {ours['overlap_pct']:.4f} % here, {theirs['overlap_pct']} % from hta.")
+    if abs(ours["idle_us"] - theirs["idle_us"]) > _IDLE_SLACK_US:
+        raise MokError(f"the answers differ: idle {ours['idle_us']:.1f} us here, {theirs['idle_us']:.1f} us from hta.")
 
 
 def _interpreter(folder: Path, say: Callable[[str], None]) -> Path:

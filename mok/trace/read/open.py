@@ -88,10 +88,10 @@ def _is_nsys_report(head: bytes, path: Path) -> bool:
 
 def _exported(path: Path, keep_private: bool, rank: int) -> Trace:
     """The Trace of a .nsys-rep, by way of a SQLite export in a folder that goes away with it."""
-    tool = shutil.which("nsys")
+    tool = shutil.which(os.environ.get("MOK_NSYS") or "nsys")
     if tool is None:
         raise CapabilityError(
-            f"{path} needs nsys to be read and none is on PATH. Run `nsys export --type=sqlite {path.name}` where Nsight Systems "
+            f"{path} needs nsys to be read, and there is none on PATH or in MOK_NSYS. Run `nsys export --type=sqlite {path.name}` where Nsight Systems "
             "is installed and open the .sqlite file."
         )
     with tempfile.TemporaryDirectory() as folder:

@@ -179,8 +179,8 @@ class ParquetTables(Tables):
                     count = duck.execute(f"SELECT sum(num_rows) FROM parquet_file_metadata({_literal(path)})").fetchall()[0][0]
                     require(int(count) <= MAX_ROWS, f"{path} declares {count} rows; a table is limited to {MAX_ROWS}.")
                     found[name] = [row[0] for row in duck.execute(f"DESCRIBE {_source(path)}").fetchall()]
-            except InputError as error:
-                flag(f"table {name} cannot be read ({error})", 1)
+            except InputError:  # its text names the file's place on this machine, which a Trace does not carry
+                flag(f"table {name} cannot be read", 1)
         require(bool(found), f"no Parquet file in {folder} can be read.")
         super().__init__(found, flag)
 
