@@ -15,8 +15,8 @@ import pytest
 from support.studies import notebook, package
 
 from mok.ablate import Study
-from mok.ablate.driver import EXIT_RESUME
 from mok.ablate.ledger import Ledger
+from mok.ablate.result import EXIT_RESUME
 from mok.errors import InputError, WorkspaceError
 
 CELLS = ("import time\ntime.sleep(pause)", "from mok import ablate\nablate.record({'m_ms': 10.0 * count + alpha})")

@@ -15,7 +15,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +26,7 @@ from mok.ablate.job import Job, Outcome, write
 from mok.ablate.ledger import Ledger
 from mok.ablate.outcome import to_run
 from mok.ablate.planning import PAIR_OPTIONS, Plan, Planned
+from mok.ablate.result import EXIT_RESUME, Result
 from mok.ablate.status import Progress
 from mok.errors import InputError, WorkspaceError
 from mok.notebook import notebook_folder
@@ -38,34 +38,8 @@ if TYPE_CHECKING:
 WAIT_S = 0.25
 START_S = 60.0
 WATCH_S = 0.2
-EXIT_RESUME = 75  # EX_TEMPFAIL: what is left can be done later by `mok study resume`
 
 OnEvent = Callable[[dict[str, Any]], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """How a call of `run` ended. state: done, failed (all made, some failed), interrupted or budget. made: runs of this call."""
-
-    state: str
-    counts: dict[str, int]
-    made: int
-    wall_s: float
-    gpu_s: float
-    reason: str = ""
-    signal: int | None = None
-
-    @property
-    def exit_code(self) -> int:
-        """0: every run is done; 1: some failed; EXIT_RESUME: something is left to do."""
-        return {"done": 0, "failed": 1}.get(self.state, EXIT_RESUME)
-
-    def __repr__(self) -> str:
-        """State and counts in one line."""
-        counts = ", ".join(f"{count} {state}" for state, count in self.counts.items() if count)
-        return (
-            f"Result({self.state}: {counts}; {self.made} runs in {self.wall_s:.1f} s{'; ' + self.reason if self.reason else ''})"
-        )
 
 
 class Driver:

@@ -11,10 +11,10 @@ from mok.ablate.job import Job
 from mok.ablate.ledger import Ledger
 from mok.ablate.planning import Plan, Planned
 from mok.ablate.record import Run
+from mok.ablate.result import Result
 from mok.errors import InputError
 
 if TYPE_CHECKING:
-    from mok.ablate.driver import Result
     from mok.ablate.study import Study
 
 BEAT_S = 1.0  # how old a status may get while nothing happens
@@ -140,8 +140,6 @@ class Progress:
 
     def finish(self, state: str, reason: str, number: int | None) -> Result:
         """Write the last status and say how it ended."""
-        from mok.ablate.driver import Result
-
         if self._bar is not None:
             self._bar.close()
         with self._lock:

@@ -25,9 +25,9 @@ from mok.errors import InputError, is_int, named_arguments, require, unknown_nam
 if TYPE_CHECKING:
     import numpy as np
 
-    from mok.ablate.driver import Result
     from mok.ablate.planning import Plan
     from mok.ablate.record import Run
+    from mok.ablate.result import Result
     from mok.ablate.store import Table
 
 NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
