@@ -91,8 +91,8 @@ def _exported(path: Path, keep_private: bool, rank: int) -> Trace:
     tool = shutil.which(os.environ.get("MOK_NSYS") or "nsys")
     if tool is None:
         raise CapabilityError(
-            f"{path} needs nsys to be read, and there is none on PATH or in MOK_NSYS. Run `nsys export --type=sqlite {path.name}` "
-            "where Nsight Systems is installed and open the .sqlite file."
+            f"{path} needs nsys to be read, and there is none on PATH or in MOK_NSYS. Run `nsys export --type=sqlite "
+            f"{path.name}` where Nsight Systems is installed and open the .sqlite file."
         )
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "export.sqlite"
