@@ -6,9 +6,10 @@
 // stages, and two consumer warpgroups of 64 rows each multiply, apply SwiGLU in registers and store.
 //
 // Nothing here waits for another rank: rows come from and go to plain pointers, so virtual ranks on one GPU and real
-// ranks run the same code. Compile-time: MOK_COMBINE_COMM (who pushes rows home), MOK_MXFP8, MOK_TRACE.
-#include "mok/comm_sm90.cuh"
-#include "mok/epilogue.cuh"
+// ranks run the same code. Compile-time: MOK_COMBINE_COMM (who pushes rows home), MOK_MXFP8, MOK_TRACE, MOK_RECOMPUTE
+// (macrobatch 0's rows, gate and up, which is what a forward saves, and nothing else).
+#define MOK_TASK ComputeTask
+#include "mok/pipeline_sm90.cuh"
 
 #ifndef MOK_COMBINE_COMM
 #define MOK_COMBINE_COMM 1
@@ -18,79 +19,6 @@
 #endif
 
 namespace mok {
-
-constexpr int kThreads = 384;
-constexpr int kStages = 4;
-constexpr int kTileK = 64;
-constexpr int kBytesA = kBlockRows * kTileK * 2;
-constexpr int kBytesB = 256 * kTileK * 2;
-constexpr int kStageBytes = kBytesA + kBytesB;
-constexpr int kQueue = 2;  // tasks drawn ahead of the one in work
-constexpr int kQueueWords = 8;
-constexpr int kConsumerWarps = 8;
-
-// Shared memory: stages and patches of a computing CTA, or the slots of a communication CTA; then barriers of both.
-constexpr int kPatches = kStages * kStageBytes;
-constexpr int kBarriers = kPatches + kConsumerWarps * 4096;
-constexpr int kFull = kBarriers;
-constexpr int kEmpty = kFull + 8 * kStages;
-constexpr int kTaskFull = kEmpty + 8 * kStages;
-constexpr int kTaskEmpty = kTaskFull + 8 * kQueue;
-constexpr int kTasks = kTaskEmpty + 8 * kQueue;
-constexpr int kRole = kTasks + 4 * kQueueWords * kQueue;
-constexpr int kFirstTicket = kRole + 4;
-constexpr int kNumRows = kRole + 8;
-constexpr int kCommBarriers = kRole + 16;
-constexpr int kTraceState = kCommBarriers + kCommWarps * kCommSlots * 8;
-constexpr int kSharedBytes = kTraceState + kTraceLanes * kTraceStateBytes;
-static_assert(kCommWarps * kCommPoolBytes <= kBarriers, "the slots of communication warps lie below all barriers");
-static_assert(kSharedBytes <= 227 * 1024, "shared memory of one CTA");
-static_assert(kTasks % 16 == 0, "tasks are read 16 bytes at a time");
-#ifdef MOK_SHARED_BYTES
-static_assert(kSharedBytes == MOK_SHARED_BYTES, "what the launch asks for");
-#endif
-
-__device__ __forceinline__ ComputeTask read_task(u32 at) {
-  Vec16 a = shared_load_16(at), b = shared_load_16(at + 16);
-  return ComputeTask{(int)a.x, (int)a.y, (int)a.z, (int)a.w, (int)b.x, (int)b.y, (int)b.z, (int)b.w};
-}
-// The same for a whole warp: lane 0 reads and hands the place back itself, so no other lane's read has to be ordered.
-__device__ __forceinline__ ComputeTask take_task(u32 at, u32 empty, int lane) {
-  ComputeTask t{};
-  if (lane == 0) {
-    t = read_task(at);
-    mbar_arrive(empty);
-  }
-  return ComputeTask{__shfl_sync(~0u, t.kind, 0),      __shfl_sync(~0u, t.expert, 0), __shfl_sync(~0u, t.block, 0),
-                     __shfl_sync(~0u, t.num_blocks, 0), __shfl_sync(~0u, t.tile, 0),   __shfl_sync(~0u, t.num_tiles, 0),
-                     __shfl_sync(~0u, t.macro, 0),      __shfl_sync(~0u, t.mini, 0)};
-}
-
-// Draws tickets for the cluster and hands the tasks to both CTAs.
-__device__ __forceinline__ void scheduler_thread(const ForwardParams& p, const Problem& problem, u32 smem) {
-  ComputeWalker walker(&problem);
-  RingPlace<kQueue> q;
-  for (;;) {
-    int ticket = atomicAdd(p.sync + kComputeTicket, 1);
-    ComputeTask t = walker.seek(ticket);
-    mbar_wait(smem + kTaskEmpty + 8 * q.index(), q.phase() ^ 1);
-#pragma unroll
-    for (int cta = 0; cta < 2; ++cta) {
-      u32 to = peer_address(smem + kTasks + 4 * kQueueWords * q.index(), cta);
-      cluster_store(to, t.kind);
-      cluster_store(to + 4, t.expert);
-      cluster_store(to + 8, t.block);
-      cluster_store(to + 12, t.num_blocks);
-      cluster_store(to + 16, t.tile);
-      cluster_store(to + 20, t.num_tiles);
-      cluster_store(to + 24, t.macro);
-      cluster_store(to + 28, t.mini);
-      mbar_arrive_cluster(peer_address(smem + kTaskFull + 8 * q.index(), cta));
-    }
-    if (t.kind == kDone) return;
-    ++q.count;
-  }
-}
 
 __device__ __forceinline__ void producer_thread(const ForwardParams& p, const Problem& problem, const Flags& flags,
                                                 DeviceEnv& env, u32 smem, u32 cta) {
@@ -140,54 +68,10 @@ __device__ __forceinline__ void producer_thread(const ForwardParams& p, const Pr
 }
 
 // One consumer warpgroup: 64 rows of the CTA's row block.
-struct Consumer {
+struct Consumer : Stages {
   const ForwardParams& p;
   const Problem& problem;
   const Flags& flags;
-  DeviceEnv& env;
-  u32 smem;
-  u32 cta;
-  int group;  // warpgroup 0 or 1
-  int warp;   // 0..3 in the group
-  int lane;
-  RingPlace<kStages> stage;
-
-  __device__ __forceinline__ void release(int index) {
-    // every warp tells both CTAs: the weight half in this stage came from the other one's TMA
-    if (lane < 2) mbar_arrive(peer_address(smem + kEmpty + 8 * index, lane));
-  }
-
-  __device__ __forceinline__ void multiply(float (&acc)[128], int steps, u32& stall) {
-    int previous = 0;
-    for (int k = 0; k < steps; ++k) {
-      u32 before = env.trace->blocked(smem + kFull + 8 * stage.index(), stage.phase());
-      mbar_wait(smem + kFull + 8 * stage.index(), stage.phase());
-      if (before != 0) stall += env.trace->tick() - before;
-      u64 a = operand_descriptor(smem + stage.index() * kStageBytes + group * (kBytesA / 2));
-      u64 b = operand_descriptor(smem + stage.index() * kStageBytes + kBytesA);
-      wgmma_fence();
-#pragma unroll
-      for (int j = 0; j < kTileK / 16; ++j) wgmma_m64n256k16(acc, a + 2 * j, b + 2 * j, k | j);
-      wgmma_commit();
-      if (k > 0) {
-        wgmma_wait<1>();
-        release(previous);
-      }
-      previous = stage.index();
-      ++stage.count;
-    }
-    wgmma_wait<0>();
-    release(previous);
-  }
-
-  // A tile the task does not have: keep the stages turning, the other CTA counts on it.
-  __device__ __forceinline__ void skip(int steps) {
-    for (int k = 0; k < steps; ++k) {
-      mbar_wait(smem + kFull + 8 * stage.index(), stage.phase());
-      release(stage.index());
-      ++stage.count;
-    }
-  }
 
   // hidden from gate and up, in place of gate
   template <int kFirst, int kEnd>
@@ -219,6 +103,7 @@ struct Consumer {
       patch.put(u, lane);
       store_patch<true>(patch, (shared ? p.up_shared : p.up) + at, p.intermediate, rows, cols, lane);
     }
+    if (kRecompute) return;
     activate<16, 32>(g, u);
     if (MOK_MXFP8 && !shared) fake_fragment(g);
     patch.put(g, lane);
@@ -276,7 +161,7 @@ struct Consumer {
       float acc[128];
       u32 stall = 0;
       // the span starts when the first operands have landed, so waiting for rows never counts as multiplying
-      mbar_wait(smem + kFull + 8 * stage.index(), stage.phase());
+      wait();
       env.trace->begin(kMma + t.kind, mini, block);
       multiply(acc, steps, stall);
       env.trace->turn(t.kind, mini, block, tile, stall);
@@ -319,36 +204,9 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(mok::kThr
   u32 cta = cluster_rank();
   int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
 
-  int start = 0, seen_rows = 0;
-  if (thread == 0) {
-    for (int i = 0; i < kStages; ++i) {
-      mbar_init(smem + kFull + 8 * i, 1);
-      mbar_init(smem + kEmpty + 8 * i, 2 * kConsumerWarps);
-    }
-    for (int i = 0; i < kQueue; ++i) {
-      mbar_init(smem + kTaskFull + 8 * i, 1);
-      mbar_init(smem + kTaskEmpty + 8 * i, 2 * (kConsumerWarps + 1));
-    }
-    mbar_init_fence();
-    // roles by order of start: whichever clusters come first communicate, so progress needs only one more
-    if (cta == 0) {
-      start = atomicAdd(p.sync + kStartTicket, 1);
-      // read once for the cluster: a local time-out elsewhere may mark the schedule while late clusters start, and a
-      // cluster of two opinions would hang
-      seen_rows = *(volatile const int*)p.num_tokens;
-    }
-  }
-  cluster_sync();  // only now has the other CTA certainly started, and may its shared memory be written
-  if (thread == 0 && cta == 0) {
-#pragma unroll
-    for (int peer = 0; peer < 2; ++peer) {
-      cluster_store(peer_address(smem + kRole, peer), start);
-      cluster_store(peer_address(smem + kNumRows, peer), seen_rows);
-    }
-  }
-  cluster_sync();
-  bool communicates = shared_load(smem + kRole) < p.num_comm_clusters;
-  int num_rows = shared_load(smem + kNumRows);
+  Start start = start_cluster(smem, cta, thread, p.sync, p.num_tokens);
+  bool communicates = start.ticket < p.num_comm_clusters;
+  int num_rows = start.num_rows;
   if (num_rows < 0) {
     poison(p);
     return;
@@ -386,13 +244,13 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(mok::kThr
       producer_thread(p, problem, flags, env, smem, cta);
       trace.close();
     } else if (warp == 1 && lane == 0 && cta == 0) {
-      scheduler_thread(p, problem, smem);
+      scheduler_thread<ComputeWalker>(p.sync + kComputeTicket, problem, smem);
     }
   } else {
     registers_raise<232>();
     int group = (warp - 4) / 4;
     if (warp % 4 == 0 && lane == 0) trace.open(p.trace, p.trace_records, 1 + group, kConsumerLane, smem + kTraceState);
-    Consumer consumer{p, problem, flags, env, smem, cta, group, warp % 4, lane, RingPlace<kStages>{}};
+    Consumer consumer{{env, smem, cta, group, warp % 4, lane, RingPlace<kStages>{}}, p, problem, flags};
     fetch_first<MOK_MXFP8>(p, problem, flags, env, smem + kFirstTicket, thread - 128);
     consumer.run();
     trace.close();

@@ -270,8 +270,11 @@ def backward(
         fault = step.status(workspace, schedule)
         gate = step.OutputGate(saved, shared_output_gate_weight, shared, swiglu_limit)
         parts: list[list[Tensor]] = []
+        marks: list[Tensor] = []
         for index, r in enumerate(workspace.ranks.local):
             part = schedule.rank(r)
+            tables = step.tables(part, fault)
+            marks.append(tables[2])
             rows = slice(0, counts[r])
             d_y_shared = gate.backward(index, workspace.d_y[r][rows], workspace.x[r][rows])
             grads = run(
@@ -285,7 +288,7 @@ def backward(
                 list(shared or ()),
                 step.local(routed, workspace, r),
                 *step.local_mains(mains, workspace, r),
-                *step.tables(part, fault),
+                *tables,
                 r,
                 workspace.topk,
                 counts[r],
@@ -294,12 +297,13 @@ def backward(
                 config.minibatch_size,
                 step.ring(config, part),
                 config.row_block,
+                config.combine,
                 precision,
             )
             parts.append(grads)
         gradients = [w.view(-1, 1) for w in workspace.d_router_weight]
         step.barrier(workspace, schedule, "deliver", workspace.d_x_routed, gradients)
-        fault = step.status(workspace, schedule)
+        fault = step.status(workspace, schedule, tuple(marks))
         d_x, d_router = [], []
         for index, r in enumerate(workspace.ranks.local):
             part = schedule.rank(r)

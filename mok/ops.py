@@ -242,6 +242,7 @@ def _backward(
     minibatch: int,
     ring_rows: int,
     row_block: int,
+    combine: str,
     precision: str,
 ) -> list[Tensor]:
     """Backward of one rank: d_x_shared, then routed and shared gate, up, down gradients; see `torch_engine.backward`."""
@@ -266,6 +267,7 @@ def _backward(
         minibatch=minibatch,
         ring_rows=ring_rows,
         row_block=row_block,
+        combine=combine,
     )
     return tuple(outputs)  # type: ignore[return-value]  # the schema says a tuple, see _define
 

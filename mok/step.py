@@ -139,9 +139,7 @@ def barrier(workspace: MoKWorkspace, schedule: Schedule, exchange: str, *lists: 
         return
     # the schedule's own gathered routes may be gone (layers share a workspace): gather this layer's again
     if exchange == "deliver":
-        ops.all_gather_top_experts(
-            part.top_experts, workspace.topk_all, workspace.token_counts, ranks.local[0], workspace.handle
-        )
+        ops.all_gather_top_experts(part.top_experts, workspace.topk_all, workspace.token_counts, ranks.local[0], workspace.handle)
     for buffers in lists:
         ops.barrier_all(buffers, *tables)
 
@@ -176,13 +174,14 @@ def visible(part: MoKSchedule, workspace: MoKWorkspace, r: int) -> Tensor:
     return torch.where(part.top_experts // per_rank == r, part.top_experts, -1)
 
 
-def status(workspace: MoKWorkspace, schedule: Schedule) -> Tensor:
+def status(workspace: MoKWorkspace, schedule: Schedule, marks: tuple[Tensor, ...] = ()) -> Tensor:
     """num_tokens i32 [1] that tells every rank's epilogue of a fault on any rank in this process: the least of them.
 
     A schedule's fault is on all ranks, but a launch that was drained marks its own rank alone, and its rows were to go
     to the others. On GPUs of several processes the meeting after it marks them all.
+    marks: the num_tokens that launches were given instead of the schedule's.
     """
-    found = [schedule.rank(r).num_tokens for r in workspace.ranks.local]
+    found = [*marks, *(schedule.rank(r).num_tokens for r in workspace.ranks.local)]
     return found[0] if len(found) == 1 else torch.cat(found).amin(0, keepdim=True)
 
 

@@ -59,7 +59,7 @@ def recorder(monkeypatch):
     monkeypatch.setattr(driver, "kernel", recorder.kernel)
     monkeypatch.setattr(driver, "check_device", lambda index: 132)
     monkeypatch.setattr(driver, "tensor_map", lambda tensor, box: tensor.data_ptr().to_bytes(8, "little").ljust(128, b"\1"))
-    monkeypatch.setattr(megakernel, "_resident_clusters", lambda device, kernel: recorder.resident)
+    monkeypatch.setattr(megakernel, "_resident_clusters", lambda device, kernel, shared_bytes: recorder.resident)
     return recorder
 
 

@@ -103,7 +103,7 @@ def _backward(
     d_y_shared: Tensor, shared: Any, routed: Any, routed_gate_main: Any, routed_up_main: Any, routed_down_main: Any,
     shared_gate_main: Any, shared_up_main: Any, shared_down_main: Any, peer_rank: Tensor, peer_token_idx: Tensor,
     num_tokens: Tensor, tokens_per_expert: Tensor, rank: int, top_k: int, num_shared_tokens: Any, swiglu_limit: Any,
-    num_comm_sms: int, minibatch: int, ring_rows: int, row_block: int, precision: str,
+    num_comm_sms: int, minibatch: int, ring_rows: int, row_block: int, combine: str, precision: str,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     x = x_peers[rank]
     experts, hidden_size, intermediate = tokens_per_expert.shape[0], x.shape[1], routed[0].shape[1]

@@ -114,6 +114,7 @@ def backward(
     minibatch: int,
     ring_rows: int,
     row_block: int,
+    combine: str,
 ) -> tuple[Tensor, ...]:
     """Backward of one rank. Writes every routed row's d_x and router gradient into the peers' slots.
 
@@ -123,7 +124,7 @@ def backward(
     for routed gate, up, down, shared gate, up, down; an accumulated gradient gets one add after its chain ends and is
     returned empty. Returns (d_x_shared bf16 [T,H] or [0], six bf16 weight gradients in that order).
     """
-    del num_comm_sms, row_block
+    del num_comm_sms, row_block, combine
     math = operands.of(precision)
     peer_rank, peer_token_idx, num_tokens, tokens_per_expert = schedule
     num_rows = int(num_tokens)

@@ -8,6 +8,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <numeric>
 #include <random>
 #include <thread>
 #include <vector>
@@ -34,7 +35,7 @@ struct Worker {
   Memory& m;
   BackwardFlags flags;
   HostEnv env;
-  int g = p.gate_up_tiles(), n = p.inner_tiles(), d = p.down_tiles();
+  int g = p.gate_up_tiles(), n = p.sizes.inner_tiles, d = p.down_tiles();
 
   int ring_block(const BackwardTask& t, int block) const { return is_shared(t.kind) ? block : block - t.macro * (p.ring / kBlockRows); }
   int rows_of(const std::vector<int>& from, int ring_block, int half) const {
@@ -157,7 +158,7 @@ struct Worker {
 
 // What everything must hold in the end, computed row block by row block, without order, ring or flags.
 static bool check(const BackwardProblem& p, const Memory& m) {
-  int g = p.gate_up_tiles(), n = p.inner_tiles(), d = p.down_tiles();
+  int g = p.gate_up_tiles(), n = p.sizes.inner_tiles, d = p.down_tiles();
   int most = std::max(ceil_div(p.hidden, kBlockRows) * n, ceil_div(p.intermediate, kBlockRows) * d);
   auto rows = [&](int block, int half, int salt, bool shared) {
     int sum = 0;
@@ -229,8 +230,9 @@ static int fuzz(unsigned seed, int count, int threads) {
     int mini = kBlockRows * pick(1, 3), ring = kBlockRows * pick(1, std::max(1, rows / kBlockRows + 1)), ep = pick(1, 4);
     int has_shared = pick(0, 1);
     BackwardProblem p{{64 * pick(1, 8), 64 * pick(1, 8), has_shared ? pick(0, 400) : 0, (int)tokens.size(), rows, ring, mini,
-                       pick(0, ep - 1), ep, pick(0, 1), kEverything, tokens.data()}, has_shared};
-    int g = p.gate_up_tiles(), n = p.inner_tiles(), d = p.down_tiles(), blocks = rows / kBlockRows, ring_blocks = ring / kBlockRows;
+                       pick(0, ep - 1), ep, pick(0, 1), kEverything, tokens.data()}, has_shared, {}};
+    p.sizes = BackwardSizes::of(p.hidden, p.intermediate, ring);
+    int g = p.gate_up_tiles(), n = p.sizes.inner_tiles, d = p.down_tiles(), blocks = rows / kBlockRows, ring_blocks = ring / kBlockRows;
     int shared_blocks = ceil_div(p.shared_rows, kBlockRows), minis = p.num_macros() * ceil_div(ring, mini) + 1;
     int segments = p.num_experts + p.num_macros();
     int most = std::max(ceil_div(p.hidden, kBlockRows) * n, ceil_div(p.intermediate, kBlockRows) * d);
@@ -240,8 +242,12 @@ static int fuzz(unsigned seed, int count, int threads) {
     m.out.assign(rows * d, -1);
     m.parked.assign(3 * most * 2, -1), m.shared_grads.assign(3 * most * 2, -1), m.grads.assign(p.num_experts * 3 * most * 2, -1);
     m.shared_d_hidden.assign(shared_blocks * n * 2, -1), m.d_x_shared.assign(shared_blocks * d * 2, -1);
-    m.flags.assign(BackwardFlags::size(minis, shared_blocks, blocks, segments), 0);
-    BackwardFlags flags(m.flags.data(), minis, shared_blocks, blocks, segments);
+    const int sizes[10] = {minis, minis, shared_blocks, 1, blocks, blocks, blocks, blocks, segments, segments};
+    int* arrays[10];
+    m.flags.assign(std::accumulate(sizes, sizes + 10, 0), 0);
+    for (int i = 0, at = 0; i < 10; at += sizes[i++]) arrays[i] = m.flags.data() + at;
+    BackwardFlags flags;
+    std::memcpy(&flags, arrays, sizeof flags);
     Shared shared;
     shared.deadline = Clock::now() + std::chrono::seconds(2);
     std::vector<std::thread> pool;
@@ -268,7 +274,8 @@ static int dump(int n, char** v) {
   std::vector<int> tokens;
   int rows = 0;
   for (int i = 9; i < n; ++i) tokens.push_back(std::atoi(v[i])), rows += tokens.back();
-  BackwardProblem p{{a[0], a[1], a[2], (int)tokens.size(), rows, a[4], a[5], a[6], a[7], a[8], kEverything, tokens.data()}, a[3]};
+  BackwardProblem p{{a[0], a[1], a[2], (int)tokens.size(), rows, a[4], a[5], a[6], a[7], a[8], kEverything, tokens.data()}, a[3],
+                    BackwardSizes::of(a[0], a[1], a[4])};
   BackwardWalker compute(&p);
   for (int ticket = 0;; ++ticket) {
     BackwardTask t = compute.seek(ticket);

@@ -11,43 +11,25 @@
 
 namespace mok {
 
+// One array of ints, cut by the host: a kernel's argument costs no register until it is used.
 struct BackwardFlags {
-  int* x_ready;            // [minibatches of the schedule] rows arrived
-  int* dy_ready;           // [minibatches of the schedule] rows arrived
-  int* d_hidden_shared;    // [token blocks] halves of d_gate, d_up tiles stored
-  int* wgrad_ready_shared; // [1] the same over all of the shared expert's tiles
-  int* hidden_ready;       // [row blocks] halves of replayed gate, up tiles stored
-  int* d_hidden_ready;     // [row blocks] halves of d_gate, d_up tiles stored
-  int* dx_ready;           // [row blocks] halves of d_x tiles stored
-  int* dx_done;            // [row blocks] rows of d_x sent
-  int* wgrad_ready;        // [segments] halves of d_gate, d_up tiles stored
-  int* wgrad_done;         // [segments] halves of weight gradient tiles finished
-
-  // From one array of `size(...)` ints.
-  MOK_HD BackwardFlags(int* array, int minis, int shared_blocks, int row_blocks, int segments) {
-    x_ready = array;
-    dy_ready = x_ready + minis;
-    d_hidden_shared = dy_ready + minis;
-    wgrad_ready_shared = d_hidden_shared + shared_blocks;
-    hidden_ready = wgrad_ready_shared + 1;
-    d_hidden_ready = hidden_ready + row_blocks;
-    dx_ready = d_hidden_ready + row_blocks;
-    dx_done = dx_ready + row_blocks;
-    wgrad_ready = dx_done + row_blocks;
-    wgrad_done = wgrad_ready + segments;
-  }
-  MOK_HD static int size(int minis, int shared_blocks, int row_blocks, int segments) {
-    return 2 * minis + shared_blocks + 1 + 4 * row_blocks + 2 * segments;
-  }
+  int* x_ready;             // [minibatches of the schedule] rows arrived
+  int* dy_ready;            // [minibatches of the schedule] rows arrived
+  int* d_hidden_shared;     // [token blocks] halves of d_gate, d_up tiles stored
+  int* wgrad_ready_shared;  // [1] the same over all of the shared expert's tiles
+  int* hidden_ready;        // [row blocks] halves of replayed gate, up tiles stored
+  int* d_hidden_ready;      // [row blocks] halves of d_gate, d_up tiles stored
+  int* dx_ready;            // [row blocks] halves of d_x tiles stored
+  int* dx_done;             // [row blocks] rows of d_x sent
+  int* wgrad_ready;         // [segments] halves of d_gate, d_up tiles stored
+  int* wgrad_done;          // [segments] halves of weight gradient tiles finished
 };
 
-MOK_HD int d_hidden_need(const BackwardProblem& p) { return p.inner_tiles() * kTileWriters; }
-MOK_HD int wgrad_need(const BackwardProblem& p) {
-  int down = ceil_div(p.hidden, kBlockRows) * p.inner_tiles(), wide = ceil_div(p.intermediate, kBlockRows) * p.down_tiles();
-  return (down + 2 * wide) * kTileWriters;
-}
+MOK_HD int d_hidden_need(const BackwardProblem& p) { return p.sizes.inner_tiles * kTileWriters; }
+MOK_HD int d_x_need(const BackwardProblem& p) { return p.sizes.outer_tiles * kTileWriters; }
+MOK_HD int wgrad_need(const BackwardProblem& p) { return (p.sizes.down_tiles + 2 * p.sizes.wide_tiles) * kTileWriters; }
 // The row block that used this ring place before `block`, or -1.
-MOK_HD int earlier_block(const BackwardProblem& p, int block) { return max_int(-1, block - p.ring / kBlockRows); }
+MOK_HD int earlier_block(const BackwardProblem& p, int block) { return max_int(-1, block - p.sizes.ring_blocks); }
 
 // Before the operands of a tile are read; `block` is the row block (weight gradients: not used).
 template <class Env>
@@ -92,7 +74,7 @@ MOK_HD void acquire_output(Env& env, const BackwardProblem& p, const BackwardFla
 #ifndef MOK_BUG_RING  // planted for a test: results overwrite a ring place that is still being read
   Wait w{nullptr, 0, 0, 0};
   int old = earlier_block(p, block);
-  if (t.kind == kDgradDown && old >= 0) w = Wait{f.dx_ready + old, down_need(p), kWaitDHiddenFree, old};
+  if (t.kind == kDgradDown && old >= 0) w = Wait{f.dx_ready + old, d_x_need(p), kWaitDHiddenFree, old};
   if (t.kind == kDgradGateUp && old >= 0 && p.combine_by_comm && p.mode != kComputeOnly) {
     w = Wait{f.dx_done + old, kBlockRows, kWaitDxDone, old};
   }
@@ -124,7 +106,7 @@ MOK_HD void acquire_unit(Env& env, const BackwardProblem& p, const BackwardFlags
                          const CommUnit& u) {
   if (p.mode == kCommOnly) return;
   int block = u.row / kBlockRows;
-  Wait w{f.dx_ready + block, down_need(p), kWaitDxReady, block};
+  Wait w{f.dx_ready + block, d_x_need(p), kWaitDxReady, block};
   if (u.kind != kCombineDx) {
     if (u.row < p.ring) return;
     int old = walker.segment_of(u.row - p.ring);

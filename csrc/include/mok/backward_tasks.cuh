@@ -12,10 +12,25 @@ namespace mok {
 
 constexpr int kWideCols = 256;  // columns of every backward tile but the replay's
 
+// Numbers that follow from the sizes, worked out by the host: a kernel has no registers to keep them in.
+struct BackwardSizes {
+  int inner_tiles;  // tiles of 256 columns of I
+  int outer_tiles;  // and of H
+  int down_tiles;   // output tiles of 128 x 256 of W_down's gradient
+  int wide_tiles;   // of W_gate's, and of W_up's
+  int ring_blocks;  // row blocks of the ring
+
+  MOK_HD static BackwardSizes of(int hidden, int intermediate, int ring) {
+    int inner = ceil_div(intermediate, kWideCols), outer = ceil_div(hidden, kWideCols);
+    return BackwardSizes{inner, outer, ceil_div(hidden, kBlockRows) * inner, ceil_div(intermediate, kBlockRows) * outer,
+                         ring / kBlockRows};
+  }
+};
+
 struct BackwardProblem : Problem {
   int has_shared;  // 1: the shared expert's weight gradients are due, tokens or not
+  BackwardSizes sizes;
 
-  MOK_HD int inner_tiles() const { return ceil_div(intermediate, kWideCols); }
   // (expert, macrobatch) segments of the schedule: expert + macro never takes one value twice, since walking down the
   // rows raises one or both
   MOK_HD int segment(int expert, int macro) const { return expert + macro; }
@@ -79,7 +94,7 @@ struct BackwardWalker {
   MOK_HD int tiles() const {
     int k = routed_kind(kind());
     if (k == kGateUp) return problem->gate_up_tiles();
-    return k == kDgradDown || k == kWgradDown ? problem->inner_tiles() : problem->down_tiles();
+    return k == kDgradDown || k == kWgradDown ? problem->sizes.inner_tiles : problem->sizes.outer_tiles;
   }
   // Data gradients of n minibatches: A(0), then A(i) B(i-1) for i = 1..n-1, then B(n-1).
   MOK_HD bool is_last() const { return step == 2 * problem->num_minis(macro) - 1; }
@@ -125,7 +140,11 @@ struct BackwardWalker {
 
   MOK_HD bool advance() {
     if (stage == 0) {
-      if (!problem->has_shared || ++step == 5) return open_macro();
+      if (!problem->has_shared || ++step == 5) {
+        stage = 2;
+        step = 0;
+        return problem->num_rows > 0 ? open_phase() : open_gradients();
+      }
       seg_blocks = is_wgrad(kind()) ? output_blocks() : ceil_div(problem->shared_rows, kBlockRows);
       return true;
     }
@@ -147,11 +166,6 @@ struct BackwardWalker {
     return stage == 2 && step == 2 * problem->num_minis(macro) ? open_gradients() : open_phase();
   }
 
-  MOK_HD bool open_macro() {
-    stage = macro > 0 ? 1 : 2;
-    step = 0;
-    return problem->num_rows > 0 ? open_phase() : open_gradients();
-  }
   MOK_HD void rewind(int row) {
     while (base > row) base -= problem->tokens_per_expert[--expert];
   }
@@ -185,7 +199,10 @@ struct BackwardWalker {
       seg_blocks = output_blocks();
       return true;
     }
-    return ++macro < problem->num_macros() && open_macro();
+    if (++macro >= problem->num_macros()) return false;
+    stage = 1;
+    step = 0;
+    return open_phase();
   }
 };
 

@@ -131,19 +131,9 @@ __device__ __forceinline__ void zero_row(u64 to, int row_bytes, int lane) {
   for (int at = lane * 16; at < row_bytes; at += 512) global_store_16((void*)(to + at), Vec16{0, 0, 0, 0});
 }
 
-// One row by one warp through registers: for warps whose shared memory holds GEMM stages.
+// One row by one warp through registers: for warps whose shared memory holds GEMM stages. `raw` as in Mover.
 template <bool kFake>
-__device__ __forceinline__ void fetch_row(const ForwardParams& p, int row, int macro, int lane) {
-  int row_bytes = p.hidden * 2;
-  int peer = p.peer_rank[row];
-  u64 place = (u64)(row - macro * p.ring) * row_bytes;
-  u64 to = (u64)p.x_ring + place, raw = kFake && p.x_saved != nullptr && macro == 0 ? (u64)p.x_saved + place : 0;
-  if (peer < 0) {
-    zero_row(to, row_bytes, lane);
-    if (raw) zero_row(raw, row_bytes, lane);
-    return;
-  }
-  u64 from = p.x_peers[peer] + (u64)(p.peer_token_idx[row] / p.top_k) * row_bytes;
+__device__ __forceinline__ void pull_row(u64 from, u64 to, u64 raw, int row_bytes, int lane) {
   constexpr int kBatch = 8;
 #pragma unroll 1
   for (int first = 0; first < row_bytes; first += 512 * kBatch) {
@@ -165,6 +155,32 @@ __device__ __forceinline__ void fetch_row(const ForwardParams& p, int row, int m
   }
 }
 
+template <bool kFake>
+__device__ __forceinline__ void fetch_row(const ForwardParams& p, int row, int macro, int lane) {
+  int row_bytes = p.hidden * 2;
+  int peer = p.peer_rank[row];
+  u64 place = (u64)(row - macro * p.ring) * row_bytes;
+  u64 to = (u64)p.x_ring + place, raw = kFake && p.x_saved != nullptr && macro == 0 ? (u64)p.x_saved + place : 0;
+  if (peer < 0) {
+    zero_row(to, row_bytes, lane);
+    if (raw) zero_row(raw, row_bytes, lane);
+    return;
+  }
+  u64 from = p.x_peers[peer] + (u64)(p.peer_token_idx[row] / p.top_k) * row_bytes;
+  pull_row<kFake>(from, to, raw, row_bytes, lane);
+}
+
+// A ticket below `limit`, or one that is not: then none was drawn.
+__device__ __forceinline__ int draw_below(int* next, int limit) {
+  int ticket = load_relaxed(next);
+  while (ticket < limit) {
+    int seen = atomicCAS(next, ticket, ticket + 1);
+    if (seen == ticket) break;
+    ticket = seen;
+  }
+  return ticket;
+}
+
 // The first minibatch, whose arrival nothing else hides (unless there is a shared expert), is fetched by every SM: eight
 // warps of a CTA share a unit of 32 rows. Only tickets of that minibatch are drawn, and they wait for nothing. Each half of
 // the warps records its half of the unit: they are the two consumer warpgroups of a computing CTA.
@@ -172,20 +188,11 @@ template <bool kFake>
 __device__ __forceinline__ void fetch_first(const ForwardParams& p, const Problem& problem, const Flags& flags, DeviceEnv& env,
                                             u32 shared, int thread) {
   if (p.mode != kEverything || p.shared_rows > 0 || problem.num_rows <= 0) return;
-  int limit = problem.mini_rows(problem.num_macros() - 1, 0) / kUnitRows;
+  int limit = problem.mini_rows(kRecompute ? 0 : problem.num_macros() - 1, 0) / kUnitRows;
   CommWalker walker(&problem);
   bool records = (thread & 127) == 0;
   for (;;) {
-    if (thread == 0) {
-      int* next = p.sync + kCommTicket;
-      int ticket = load_relaxed(next);
-      while (ticket < limit) {
-        int seen = atomicCAS(next, ticket, ticket + 1);
-        if (seen == ticket) break;
-        ticket = seen;
-      }
-      shared_store(shared, ticket);
-    }
+    if (thread == 0) shared_store(shared, draw_below(p.sync + kCommTicket, limit));
     named_barrier(3, 256);
     int ticket = shared_load(shared);
     if (ticket >= limit) return;

@@ -49,16 +49,25 @@ __device__ __forceinline__ u32 fake_pair(u32 pair, float amax) {
   decode_e4m3x2(encode_e4m3x2(down(bf16_low(pair)), down(bf16_high(pair))), low, high);
   return pack_bf16(low * up, high * up);
 }
+// The same when the two values belong to blocks of their own.
+__device__ __forceinline__ u32 fake_columns(u32 pair, float amax_low, float amax_high) {
+  int byte_low = scale_byte(amax_low), byte_high = scale_byte(amax_high);
+  ScaleDown down_low(byte_low), down_high(byte_high);
+  float low, high;
+  decode_e4m3x2(encode_e4m3x2(down_low(bf16_low(pair)), down_high(bf16_high(pair))), low, high);
+  return pack_bf16(low * scale_up(byte_low), high * scale_up(byte_high));
+}
 // max |.| of a pair; NaN counts as nothing, as in the quantiser.
 __device__ __forceinline__ float pair_amax(u32 pair, float so_far) {
   return fmaxf(so_far, fmaxf(fabsf(bf16_low(pair)), fabsf(bf16_high(pair))));
 }
 
-// A fragment of 16 x 128 as MXFP8 along its rows would represent it. Blocks of 32 columns lie in the four lanes of a
+// A fragment of 16 x 4 kRegs as MXFP8 along its rows would represent it. Blocks of 32 columns lie in the four lanes of a
 // quad: v[2j] and v[2j+1] (rows l/4 and l/4 + 8) for four neighbouring j.
-__device__ __forceinline__ void fake_fragment(u32 (&v)[32]) {
+template <int kRegs>
+__device__ __forceinline__ void fake_fragment(u32 (&v)[kRegs]) {
 #pragma unroll
-  for (int block = 0; block < 4; ++block) {
+  for (int block = 0; block < kRegs / 8; ++block) {
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
       float amax = 0;

@@ -176,9 +176,16 @@ __device__ __forceinline__ void named_barrier(int id, int threads) {
 }
 
 // ---------------------------------------------------------------- wgmma
-// K-major operand in shared memory with 128-byte swizzle: rows of 64 bf16, groups of 8 rows 1024 bytes apart.
+// An operand in shared memory with 128-byte swizzle, in slabs of 64 bf16 a line and 64 lines. Its reduction runs along the
+// lines (groups of 8 lines 1024 bytes apart), or, kColumns, down the lines (slabs of 64 rows or columns 8192 bytes apart).
+template <bool kColumns = false>
 __device__ __forceinline__ u64 operand_descriptor(u32 address) {
-  return (u64)((address & 0x3FFFF) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
+  return (u64)((address & 0x3FFFF) >> 4) | (kColumns ? 512ull << 16 : 1ull << 16) | (64ull << 32) | (1ull << 62);
+}
+// From one k16 of an operand to the next, in the descriptor's units: 32 bytes along a line, or 16 lines.
+template <bool kColumns = false>
+__device__ __forceinline__ constexpr u64 operand_step() {
+  return kColumns ? 128 : 2;
 }
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -186,8 +193,27 @@ template <int kPending>
 __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
+// Four floats from L2, or zeros: without a branch, which the compiler would not have before a wgmma that reads them.
+__device__ __forceinline__ void load_or_zero(float& a, float& b, float& c, float& d, const float* from, bool load) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n"
+      "mov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\nmov.b32 %3, 0;\n"
+      "@p ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%4];\n}"
+      : "=f"(a), "=f"(b), "=f"(c), "=f"(d)
+      : "l"(from), "r"((int)load)
+      : "memory");
+}
+// Accumulators written by other instructions, before the first wgmma that reads them: said outright, or the compiler puts
+// fences of its own into the loop and serialises it.
+__device__ __forceinline__ void accumulators_ready(float (&d)[128]) {
+#pragma unroll
+  for (int i = 0; i < 128; ++i) asm volatile("" : "+f"(d[i])::"memory");
+  wgmma_fence();
+}
 // d[64x256] = a[64x16] b[256x16]^T (+ d when `accumulate`). Lane l of warp w holds rows 16w + l/4 and + 8; in them
 // d[4j], d[4j+1] are columns 8j + 2(l%4), + 1 of the first row and d[4j+2], d[4j+3] of the second.
+// kColumnsA, kColumnsB: the reduction runs down the operand's lines.
+template <bool kColumnsA = false, bool kColumnsB = false>
 __device__ __forceinline__ void wgmma_m64n256k16(float (&d)[128], u64 a, u64 b, int accumulate) {
   asm volatile(
       "{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\n"
@@ -200,7 +226,7 @@ __device__ __forceinline__ void wgmma_m64n256k16(float (&d)[128], u64 a, u64 b, 
       "%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95,"
       "%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,"
       "%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
-      "}, %128, %129, p, 1, 1, 0, 0;\n}\n"
+      "}, %128, %129, p, 1, 1, %131, %132;\n}\n"
       :
       "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
       "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
@@ -218,13 +244,19 @@ __device__ __forceinline__ void wgmma_m64n256k16(float (&d)[128], u64 a, u64 b, 
       "+f"(d[104]), "+f"(d[105]), "+f"(d[106]), "+f"(d[107]), "+f"(d[108]), "+f"(d[109]), "+f"(d[110]), "+f"(d[111]),
       "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]), "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]),
       "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
-      : "l"(a), "l"(b), "r"(accumulate));
+      : "l"(a), "l"(b), "r"(accumulate), "n"((int)kColumnsA), "n"((int)kColumnsB));
 }
 
 // ---------------------------------------------------------------- stores of a warp's 16 rows
 __device__ __forceinline__ void stmatrix_x4(u32 address, u32 r0, u32 r1, u32 r2, u32 r3) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r0), "r"(r1), "r"(r2),
                "r"(r3)
+               : "memory");
+}
+__device__ __forceinline__ void ldmatrix_x4(u32 address, u32& r0, u32& r1, u32& r2, u32& r3) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r0), "=r"(r1), "=r"(r2), "=r"(r3)
+               : "r"(address)
                : "memory");
 }
 struct alignas(16) Vec16 {
