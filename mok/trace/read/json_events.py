@@ -20,7 +20,7 @@ from mok.errors import InputError, require
 from mok.trace.read.json_mend import mend
 
 Value = int | float | str | None
-MAX_HEADER_BYTES = 64 << 20
+MAX_HEADER_BYTES = 16 << 20
 MAX_EVENT_BYTES = 16 << 20
 _SMALL = 8192  # below this a slice that does not parse is taken apart
 _GROW = 8
@@ -88,6 +88,7 @@ class EventReader:
         self.header, self.trailer = b"", b""
         self.ended = False
         self._window = _WINDOW
+        self._scanned = self._depth = 0
 
     def read(self, pieces: Iterable[bytes]) -> Iterator[tuple[list[Event], list[bytes]]]:
         """Yields (events, the texts they came from, each a JSON list) slice by slice.
@@ -138,16 +139,21 @@ class EventReader:
         if first == b"[":
             return data.index(b"[") + 1
         require(first in (b"{", b""), f"{self.name} is no JSON object or list; it starts with {first!r}.")
-        depth = 0
-        for token in _TOKEN.finditer(data):
+        for token in _TOKEN.finditer(data, self._scanned):  # goes on where the last piece ended
             mark = token[0][:1]
             if mark in b"{[":
-                depth += 1
+                self._depth += 1
             elif mark in b"}]":
-                depth -= 1
-            elif depth == 1 and token[0] == b'"traceEvents"' and (opening := _ARRAY_KEY.match(data, token.end())):
-                self.header = data[: token.start()]
-                return opening.end()
+                self._depth -= 1
+            elif token[0] == b'"':
+                break  # a string that ends in a later piece
+            elif self._depth == 1 and token[0] == b'"traceEvents"':
+                if opening := _ARRAY_KEY.match(data, token.end()):
+                    self.header = data[: token.start()]
+                    return opening.end()
+                if len(data) - token.end() < _SMALL:
+                    break  # what follows it may be in the next piece
+            self._scanned = token.end()
         require(len(data) <= MAX_HEADER_BYTES, f"{self.name}: no list called traceEvents in the first {MAX_HEADER_BYTES} bytes.")
         return None
 
