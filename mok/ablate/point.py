@@ -6,12 +6,10 @@ float64 truth than acceptance allows, are a failed run and never a data point.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -132,90 +130,18 @@ def _alone(work: Workload, repeats: int, warmup: int, check: bool, trace: bool) 
     return Measured(metrics, found.summary_rows(), extra, found)
 
 
-class _Arm:
-    """One arm of a pair: workspace and weights made once, bursts of timed calls, the first burst's tensors kept."""
-
-    def __init__(self, name: str, work: Workload, device: str) -> None:
-        import torch
-
-        from mok import engines
-        from mok import measure as measuring
-        from mok.ablate import inputs
-
-        self.name, self.work, self.device = name, work, device
-        self.engine = engines.resolve(work.engine, torch.device(device).type)
-        require(
-            work.csrc is None or self.engine == "cuda", f"csrc is read by engine='cuda' only; here engine {self.engine!r} runs."
-        )
-        self.clock = measuring.Clock(torch.device(device))
-        self.first: dict[str, Any] = {}
-        with self.ready():
-            self.step = measuring.Step.of(work, inputs.get(work, device))
-
-    @contextlib.contextmanager
-    def ready(self) -> Iterator[None]:
-        """With the engine and the kernel sources of this arm."""
-        from mok import engines
-
-        with engines.use(self.engine), engines.sources(self.engine, self.work.csrc):
-            yield
-
-    def burst(self, count: int) -> dict[str, list[float]]:
-        """`count` timed steps: phase -> ms. The last one's tensors must have the bits of the first burst's."""
-        from mok import measure as measuring
-
-        times: dict[str, list[float]] = {}
-        results: dict[str, Any] = {}
-        with self.ready():
-            schedule_ns, schedule = self.clock.time(self.step.schedule)
-            for _ in range(count):
-                forward_ns, (out, context) = self.clock.time(partial(self.step.forward, schedule))
-                results = {"out": out}
-                found = {"forward_ms": forward_ns}
-                if self.work.direction == "step":
-                    backward_ns, gradients = self.clock.time(partial(self.step.backward, schedule, context))
-                    results |= dict(zip(measuring.OUTPUTS, gradients, strict=False))
-                    found |= {"backward_ms": backward_ns, "step_ms": forward_ns + backward_ns}
-                for name, value in found.items():
-                    times.setdefault(name, []).append(value / NS_PER_MS)
-            self.step.workspace.check()
-        times["schedule_ms"] = [schedule_ns / NS_PER_MS]
-        self._same(results)
-        return times
-
-    def _same(self, results: dict[str, Any]) -> None:
-        if not self.first:
-            self.first = results
-            return
-        difference = first_difference(self.first, results)
-        if difference is not None:
-            raise NumericsError(
-                f"{self.name}: a repeat gave other bits than the first one, {difference.text()}; nothing is recorded."
-            )
-
-    def accept(self) -> None:
-        """Hold the tensors against the float64 oracle; raises NumericsError."""
-        from mok import acceptance
-        from mok import measure as measuring
-
-        expected = measuring.make_inputs(self.work)
-        if self.work.direction == "forward":
-            expected = dataclasses.replace(expected, d_out=None)
-        on_cpu = {name: value.cpu() for name, value in self.first.items() if value is not None}
-        acceptance.accept(on_cpu, expected, self.work.precision).raise_if_bad()
-
-
 def _paired(work: Workload, other: Workload, rule: dict[str, Any], burst: int, warmup: int, check: bool) -> Measured:
     import torch
 
     from mok import digest
+    from mok.ablate.arms import Arm
     from mok.ablate.guards import Guards
     from mok.ablate.pairs import compare
     from mok.session import device_facts
 
     require(not check or work.open_rank is None, "check=True needs a complete output; ranks='open(r)' has none.")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    arms = {"A": _Arm("baseline", other, device), "B": _Arm("candidate", work, device)}
+    arms = {"A": Arm("baseline", other, device), "B": Arm("candidate", work, device)}
     metric = "step_ms" if work.direction == "step" else "forward_ms"
     require(other.direction == work.direction, "both arms must run the same direction, or there is nothing to compare.")
     pairs = compare(

@@ -36,6 +36,7 @@ def restore(state: dict[str, Any] | None) -> list[str]:
     try:
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.synchronize()
+            torch.cuda.empty_cache()  # a run's graphs keep pools of their own; the next one starts from the same memory
             torch.cuda.manual_seed_all(torch.initial_seed())
         if inputs is not None:
             damaged, kept = inputs.damaged(), inputs.kept_bytes("cuda")
