@@ -2,7 +2,7 @@
 
 python tests/gpu/acceptance_check.py [PART PARTS] [--device cpu]      # every PARTS-th case from PART on
 
-The engine is the one `engine="auto"` means: our kernels forward, the reference engine's code on the GPU backward.
+The engine is the one `engine="auto"` means: our kernels in both directions.
 """
 
 from __future__ import annotations

@@ -9,8 +9,11 @@ import contextlib
 import functools
 import itertools
 import os
+import pathlib
+import shutil
 import statistics
 import sys
+import tempfile
 
 import reference
 import torch
@@ -21,7 +24,7 @@ from functional_check import gradients, same, space_of, step
 from mok import engines, functional
 from mok.config import MoKConfig
 from mok.digest import combined, digests
-from mok.engines.cuda import options
+from mok.engines.cuda import build, options
 from mok.errors import LocalTimeoutError, RouteError
 
 NAMES = ("d_x", "d_router_weights", "d_gate", "d_up", "d_down", "d_shared_gate", "d_shared_up", "d_shared_down")
@@ -309,6 +312,37 @@ def recomputed(checks):
         )
 
 
+PLANTED = {
+    "d_up without the router weight": ("include/mok/epilogue.cuh", "d_up = keep_up ? ws * silu", "d_up = keep_up ? s * silu"),
+    "a chain that starts anew at each ring": (
+        "include/mok/backward_consumer.cuh", "bool resume = t.chain & kResume;", "bool resume = false;"
+    ),
+    "64 columns of d_gate one row down": (
+        "include/mok/backward_consumer.cuh", "emit_both(g, shared, d_gate, p.d_gate_rows, row,",
+        "emit_both(g, shared, d_gate, p.d_gate_rows, row + (quarter == 1),",
+    ),
+}  # fmt: skip
+
+
+def planted(checks):
+    """Errors put into a copy of the sources: the comparisons above must see each of them."""
+    case = Case(900, 320, 320, 4, 3, shared=False, seed=2)
+    how, d_out = config(128, 256), d_out_of(case)
+    right = run(case, how, d_out=d_out)
+    for what, (file, old, new) in PLANTED.items():
+        with tempfile.TemporaryDirectory() as folder, checks.guard(what):
+            shutil.copytree(build.source_folder(), f"{folder}/csrc")
+            path = pathlib.Path(folder, "csrc", file)
+            text = path.read_text()
+            assert text.count(old) == 1
+            path.write_text(text.replace(old, new))
+            with build.use_sources(f"{folder}/csrc"):
+                wrong = run(case, how, d_out=d_out)
+            seen = {n: f"{relative(wrong[n], right[n]):.1e}" for n in bits_differ(wrong, right)}
+            worst = max((float(e) for e in seen.values()), default=0.0)
+            checks.check(worst > 4e-3, f"planted: {what}: seen in {seen}")
+
+
 def launch_of(case, how, ep=1):
     """The engine's backward of one step as a call without arguments: what is timed and traced."""
     module = engines.active("cuda")
@@ -377,7 +411,7 @@ def traced(checks, names=tuple(CASES), way=(8, 4096)):
 PARTS = {
     "correct": correct, "configs": lambda checks: configs(checks, False), "configs_shared": lambda checks: configs(checks, True),
     "positions": positions, "mains": mains, "router": router, "graph": graph, "syncs": syncs, "faults": faults,
-    "recomputed": recomputed, "time": timed, "trace": traced,
+    "recomputed": recomputed, "planted": planted, "time": timed, "trace": traced,
 }  # fmt: skip
 
 

@@ -87,7 +87,7 @@ def ep(checks):
     error = relative(found["cuda"][0], found["torch"][0])
     checks.check(error < 2e-3, f"output against the torch engine: {error:.1e}")
     worst = max(relative(a, b) for a, b in zip(found["cuda"][1:], found["torch"][1:], strict=True) if a is not None)
-    checks.check(worst < 5e-3, f"backward (torch code) on our context: worst gradient {worst:.1e} from the torch engine's")
+    checks.check(worst < 5e-3, f"backward: worst gradient {worst:.1e} from the torch engine's")
 
 
 def graph(checks):

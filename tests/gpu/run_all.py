@@ -1,10 +1,10 @@
-"""Everything that needs a Hopper GPU, in processes side by side, each with its own end; one table and one JSON record.
+"""Everything that needs a Hopper GPU, in processes side by side, each with its own end; one table and two JSON records.
 
 python tests/gpu/run_all.py OUT [PART...]
 
 Correctness does not mind company on the GPU, so parts run together; only `trace`, which looks at times, runs alone at
-the end. A part that hangs is killed at its limit and says where it stood. Writes OUT/h200_forward.json (the record),
-OUT/logs.txt (what every part printed), and one log per compute-sanitizer tool.
+the end. A part that hangs is killed at its limit and says where it stood. PART names parts or groups. Writes the records
+OUT/h200_forward.json and OUT/h200_backward.json, OUT/logs.txt (what every part printed), and one log per compute-sanitizer tool.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import datetime
+import itertools
 import json
+import multiprocessing
 import os
 import pathlib
 import re
@@ -42,6 +44,12 @@ SHOWS = {
     "engine": "each kernel beside its rule; planted faults; sizes beyond 2^31; the trace's accounting",
     "ranks": "a world of one through torch's symmetric memory: VirtualGroup(1)'s digests, meetings on the device, a late peer",
     "sanitizer": "compute-sanitizer on a tiny step, and on each ordering pattern alone",
+    "backward": "beside the torch engine on every route and ring; one digest; accumulators, router gradients, faults, graphs",
+    "backward_sanitizer": "compute-sanitizer on tiny backward steps",
+}
+RECORDS = {
+    "h200_forward.json": ("correct", "acceptance", "bits", "functional", "engine", "sanitizer"),
+    "h200_backward.json": ("acceptance", "backward", "backward_sanitizer"),
 }
 
 
@@ -67,8 +75,9 @@ def parts() -> list[Part]:
     sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     if pathlib.Path(sanitizer).is_file():
         for tool, more in TOOLS.items():
-            command = [sanitizer, "--tool", tool, *more, "--error-exitcode", "9", *script("tiny")]
-            found.append(Part(tool, "sanitizer", 110, command, environment={"MOK_TIMEOUT_LOCAL": "60"}))
+            for name, group, steps in ((tool, "sanitizer", "tiny"), (f"{tool}_backward", "backward_sanitizer", "tiny_backward")):
+                command = [sanitizer, "--tool", tool, *more, "--error-exitcode", "9", *script(steps)]
+                found.append(Part(name, group, 110, command, environment={"MOK_TIMEOUT_LOCAL": "60"}))
         probe = [sanitizer, "--tool", "racecheck", *TOOLS["racecheck"], *script("race_probe")]
         found.append(Part("race_probe", "sanitizer", 90, probe))
         # none of our code: a context, then the first call through the bindings, which looks up every driver symbol it knows
@@ -88,7 +97,11 @@ def parts() -> list[Part]:
     found += [Part(name, "engine", 90, script("engine_check", name)) for name in ("meeting", "faults", "big")]
     found.append(Part("ranks", "ranks", 90, script("ranks_check")))
     found.append(Part("doctor", "functional", 60, [sys.executable, "-m", "mok", "doctor", "--json"]))
+    for name in ("configs", "configs_shared", "correct", "mains", "router", "graph", "syncs", "faults", "recomputed", "positions",
+                 "planted"):  # fmt: skip
+        found.append(Part(f"backward_{name}", "backward", 110, script("backward_check", name)))
     found.append(Part("trace", "engine", 40, script("engine_check", "trace"), alone=True))
+    found.append(Part("backward_trace", "backward", 60, script("backward_check", "trace"), alone=True))
     return found
 
 
@@ -119,7 +132,7 @@ def run(part: Part) -> dict[str, object]:
         checks += verdicts(log)
     if part.name.startswith("api_"):
         checks += failed_calls(log)
-    if part.group == "sanitizer":
+    if part.group.endswith("sanitizer"):
         found["summary"] = [line.strip("= ") for line in log.splitlines() if "SUMMARY" in line or "not supported" in line]
         found["reports"] = reports(log)
     return found
@@ -169,12 +182,29 @@ def device() -> dict[str, object]:
     return device_facts()
 
 
+def compile_kernels() -> None:
+    """Every specialisation of the two megakernels, side by side, into the cache that all parts share."""
+    from mok.engines.cuda import backward_kernel, build, megakernel
+
+    kinds = list(itertools.product(("comm", "epilogue"), (False, True), (False, True)))
+    jobs = [("backward.cu", backward_kernel.defines(combine=c, mxfp8=m, trace=t)) for c, m, t in kinds]
+    jobs += [("forward.cu", megakernel.defines(combine=c, mxfp8=m, trace=t)) for c, m, t in kinds]
+    jobs += [("forward.cu", megakernel.defines(combine="epilogue", mxfp8=m, trace=t, recompute=True)) for _, m, t in kinds[:4]]
+    start = time.perf_counter()
+    spawn = multiprocessing.get_context("spawn")  # this process holds a CUDA context
+    with concurrent.futures.ProcessPoolExecutor(os.cpu_count(), spawn) as pool:
+        for done in [pool.submit(build.cubin, *job) for job in jobs]:
+            done.result()
+    print(f"{len(jobs)} kernels compiled or found in {time.perf_counter() - start:.0f} s", flush=True)
+
+
 def main() -> int:
     out, wanted = pathlib.Path(sys.argv[1]), sys.argv[2:]
     out.mkdir(parents=True, exist_ok=True)
     chosen = [part for part in parts() if not wanted or part.name in wanted or part.group in wanted]
     facts = device()
     results = []
+    compile_kernels()
     with concurrent.futures.ThreadPoolExecutor(TOGETHER) as pool:
         waiting = [pool.submit(run, part) for part in chosen if not part.alone]
         for done in concurrent.futures.as_completed(waiting):
@@ -214,20 +244,23 @@ def report(result: dict) -> dict:
 
 
 def write(out: pathlib.Path, results: list[dict], facts: dict[str, object], wanted: list[str]) -> None:
-    """The record, and the logs beside it."""
-    record = {
-        "command": " ".join(["bash tests/gpu/run_all.sh OUT", *wanted]),
-        "commit": os.environ.get("MOK_COMMIT", "unknown"),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "device": facts,
-        "shows": SHOWS,
-        "parts": [{key: value for key, value in r.items() if key != "log"} for r in sorted(results, key=lambda r: r["part"])],
-    }
-    (out / "h200_forward.json").write_text(json.dumps(record, indent=1) + "\n")
+    """The records, and the logs beside them."""
+    for name, groups in RECORDS.items():
+        mine = [r for r in sorted(results, key=lambda r: r["part"]) if r["group"] in groups]
+        record = {
+            "command": " ".join(["bash tests/gpu/run_all.sh OUT", *wanted]),
+            "commit": os.environ.get("MOK_COMMIT", "unknown"),
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "device": facts,
+            "shows": {group: SHOWS[group] for group in groups},
+            "parts": [{key: value for key, value in r.items() if key != "log"} for r in mine],
+        }
+        if mine:
+            (out / name).write_text(json.dumps(record, indent=1) + "\n")
     with (out / "logs.txt").open("w") as file:
         for r in results:
             file.write(f"##### {r['part']}\n{r['log'][-60_000:]}\n")
-            if r["group"] == "sanitizer":
+            if r["group"].endswith("sanitizer"):
                 (out / f"{r['part']}.log").write_text(r["log"][-2_000_000:])
 
 

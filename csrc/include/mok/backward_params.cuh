@@ -19,6 +19,8 @@ enum BackwardMap : int {
   kReplayGate, kReplayUp,                 // weights [experts, I, H], boxes of 128 rows x 64
   kWeightDown, kWeightGate, kWeightUp,    // BF16: slabs of the weights; MXFP8: rows of their transposed copies
   kSlabsWeightDownShared, kSlabsWeightGateShared, kSlabsWeightUpShared,
+  kGradGate, kGradUp, kGradDown,          // weight gradients on their way out: 3D, boxes of 16 rows x 64
+  kGradGateShared, kGradUpShared, kGradDownShared,
   kBackwardMaps,
 };
 

@@ -20,7 +20,7 @@ Tensor = torch.Tensor
 
 SHARED_BYTES = 230864  # kSharedBytes of csrc/backward.cu, which checks it when compiled
 _TILE, _WIDE = 128, 256
-_ROWS, _SLABS, _WEIGHT_ROWS = (128, 64), (1, 64, 64), (1, 128, 64)
+_ROWS, _SLABS, _WEIGHT_ROWS, _GRAD = (128, 64), (1, 64, 64), (1, 128, 64), (1, 16, 64)
 _PARKED_TILE = _TILE * _WIDE  # f32 accumulators of one output tile
 _SEAL_GRID, _SEAL_THREADS = 132, 256
 GRADS = ("gate", "up", "down", "gate_shared", "up_shared", "down_shared")
@@ -109,6 +109,8 @@ def backward(
 
     p = BackwardParams()
     maps = _maps(mxfp8, context, buffers, x_peers[rank][:tokens], d_y_shared[:tokens], shared, routed, replays)
+    for name, grad in zip(GRADS, grads, strict=True):
+        maps[f"grad_{name}"] = (grad if grad.dim() != 2 else grad[None], _GRAD)
     for i, name in enumerate(BACKWARD_MAPS):
         tensor, box = maps[name]
         if tensor is not None and tensor.numel():

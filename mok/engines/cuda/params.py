@@ -46,6 +46,7 @@ BACKWARD_MAPS = (
     "slabs_dy_shared", "slabs_hidden_shared", "slabs_d_gate_shared", "slabs_d_up_shared", "slabs_x_shared",
     "replay_gate", "replay_up", "weight_down", "weight_gate", "weight_up",
     "slabs_weight_down_shared", "slabs_weight_gate_shared", "slabs_weight_up_shared",
+    "grad_gate", "grad_up", "grad_down", "grad_gate_shared", "grad_up_shared", "grad_down_shared",
 )  # fmt: skip
 BACKWARD_FLAGS = (
     "x_ready", "dy_ready", "d_hidden_shared", "wgrad_ready_shared", "hidden_ready", "d_hidden_ready", "dx_ready", "dx_done",
