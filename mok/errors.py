@@ -35,6 +35,10 @@ class WorkspaceError(MokError, RuntimeError):
     """A workspace or context used in a way its contract forbids (reuse, two threads, dead after a time-out)."""
 
 
+class PoolError(MokError, RuntimeError):
+    """Rank processes that did not start, or one of which ended; the message names the rank and says how to go on."""
+
+
 class NumericsError(MokError, ArithmeticError):
     """Results further from the truth than acceptance allows; the message names the tensor, the place and the limit."""
 

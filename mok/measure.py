@@ -261,7 +261,7 @@ def run(
         step = Step.of(workload, inputs)
         samples, results, same = repeat(step, Clock(torch.device(device)), repeats, warmup)
         step.workspace.check()
-        timeline = _recorded(step) if trace else None
+        timeline = recorded(step) if trace else None
     shape, group = layer_of(workload)
     report = None
     if check:
@@ -294,7 +294,7 @@ def run(
     )
 
 
-def _recorded(step: Step) -> Any:
+def recorded(step: Step) -> Any:
     """The `Trace` of one forward: every launch, one per rank that runs here."""
     from mok.engines.cuda import options
     from mok.trace.read import kernel as reader

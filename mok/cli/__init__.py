@@ -23,6 +23,7 @@ from mok.cli.bench import bench_app
 from mok.cli.bench_studies import studies
 from mok.cli.capture import capture_app
 from mok.cli.certify import certify
+from mok.cli.cluster import allocation, slurm_app
 from mok.cli.options import (
     CapacityMultiplier,
     Combine,
@@ -65,7 +66,9 @@ routing_app = typer.Typer(rich_markup_mode=None)
 app.add_typer(routing_app, name="routing")
 app.add_typer(bench_app, name="bench")
 app.add_typer(capture_app, name="capture")
+app.add_typer(slurm_app, name="slurm")
 app.add_typer(study_app, name="study")
+app.command()(allocation)
 bench_app.command()(studies)
 app.add_typer(trace_app, name="trace")
 app.command()(certify)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -120,3 +121,35 @@ def fabric_state(index: int = 0) -> str | None:
         if ask(nv, nv.nvmlDeviceGetGpuFabricInfoV, handle, ctypes.byref(info)) is None:
             return None
         return FABRIC_STATES.get(int(info.state))
+
+
+def fabric_clique(index: int = 0) -> str | None:
+    """`<cluster>/<clique>` of one GPU in a multi-node NVLink fabric; None where there is no such fabric.
+
+    GPUs with the same value reach each other's memory over NVLink, on other hosts too. The cluster's UUID is shortened
+    to 8 digits: it is compared, never published.
+    """
+    with device(index) as found:
+        if found is None:
+            return None
+        nv, handle = found
+        info = nv.c_nvmlGpuFabricInfo_v2_t()
+        if ask(nv, nv.nvmlDeviceGetGpuFabricInfoV, handle, ctypes.byref(info)) is None:
+            return None
+        cluster = bytes(bytearray(info.clusterUuid)).hex()
+        if FABRIC_STATES.get(int(info.state)) != "completed" or not int(cluster or "0", 16):
+            return None
+        return f"{cluster[:8]}/{int(info.cliqueId)}"
+
+
+def cpus_beside(index: int = 0) -> set[int]:
+    """Logical CPUs on the NUMA node of one GPU; empty where the driver does not tell."""
+    with device(index) as found:
+        if found is None:
+            return set()
+        nv, handle = found
+        count = os.cpu_count() or 1
+        words = ask(nv, nv.nvmlDeviceGetCpuAffinity, handle, -(-count // 64))
+        if words is None:
+            return set()
+        return {64 * number + bit for number, word in enumerate(words) for bit in range(64) if int(word) >> bit & 1}
