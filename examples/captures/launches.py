@@ -11,7 +11,7 @@ import torch
 
 from mok.capture import window
 
-GROUPS, PER_GROUP, ELEMENTS = 20, 60, 1 << 24
+GROUPS, PER_GROUP, ELEMENTS = 20, 60, 3 << 23
 
 
 def wait(microseconds: float) -> None:

@@ -91,12 +91,12 @@ def bridge_of(trace: Trace, readings: I64, kinds: Sequence[str]) -> tuple[Bridge
     at = rows[plain]
     bridge = fit(readings[plain, 0], readings[plain, 2], spans.start_ns[at], spans.end_ns[at])
     marks = {
-        int(match["probe"]): int(spans.start_ns[row])
-        for row in np.flatnonzero(spans.category.where("mark", "nvtx"))
+        int(match["probe"]): (int(spans.start_ns[row]), int(spans.end_ns[row]))
+        for row in np.flatnonzero(spans.category.where("nvtx"))
         if (match := MARK.fullmatch(str(spans.name[int(row)])))
     }
     residuals = [
-        int(bridge.map(readings[number : number + 1, 1])[0]) - marks[number]
+        _outside(int(bridge.map(readings[number : number + 1, 1])[0]), marks[number])
         for number in np.flatnonzero(~plain).tolist()
         if number in marks and readings[number, 1] > 0
     ]
@@ -107,6 +107,11 @@ def bridge_of(trace: Trace, readings: I64, kinds: Sequence[str]) -> tuple[Bridge
         "end_ns": spans.end_ns[at].tolist(),
     }
     return bridge, {"markers": len(residuals), "marker_residuals_ns": residuals, "readings": kept}
+
+
+def _outside(t: int, interval: tuple[int, int]) -> int:
+    """How far `t` lies after the interval, or (negative) before it; 0 inside."""
+    return min(t - interval[0], 0) + max(t - interval[1], 0)
 
 
 def merge(nsys: Trace, launches: Sequence[Trace], bridge: Bridge, facts: dict[str, Any]) -> tuple[Trace, tuple[HeldOut, ...]]:

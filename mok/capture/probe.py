@@ -43,16 +43,18 @@ class Probes:
             self._launch("mok_probe")
 
     def mark(self) -> None:
-        """One marker: a kernel that runs until the host writes a word; an NVTX mark stands just before that write."""
+        """One marker: a kernel that runs until the host writes a word; an NVTX range stands around that write alone."""
         if self.used == self.capacity:
             return
         torch.cuda.synchronize(self.device)
         word = self.flag.numpy()
-        word[0] = 0
-        self._launch("mok_marker")
-        time.sleep(MARKER_DELAY_S)
-        torch.cuda.nvtx.mark(f"{MARK_TEXT} {self.used - 1}")  # type: ignore[no-untyped-call]
-        word[0] = 1
+        for text, value in ((f"{MARK_TEXT} rehearsal", 0), (f"{MARK_TEXT} {self.used}", 1)):  # once to warm, once to measure
+            if value:
+                self._launch("mok_marker")
+                time.sleep(MARKER_DELAY_S)
+            torch.cuda.nvtx.range_push(text)  # type: ignore[no-untyped-call]
+            word[0] = value
+            torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
         torch.cuda.synchronize(self.device)
 
     def _launch(self, name: str) -> None:

@@ -13,11 +13,13 @@ import concurrent.futures
 import dataclasses
 import json
 import re
+import signal
 import subprocess
 import sys
 import tarfile
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 import cuda.core  # noqa: F401  # before threads import it side by side
@@ -28,6 +30,7 @@ from mok import capture
 from mok.bench import cases
 from mok.bench.overlap import overlap_off
 from mok.capture import Limits, Script, counters, tools
+from mok.capture.job import turn
 from mok.capture.result import TRACE, Capture
 from mok.config import MoKConfig
 from mok.engines.cuda import build, megakernel
@@ -76,8 +79,77 @@ def plan() -> tuple[dict[str, object], dict[str, object]]:
         "launches-20us": ("nsys", script("launches.py", "20"), {"lines": False}),
         "counters-dsv3": ("ncu", workload("dsv3-ep8-t8192"), {"kernels": ("mok_forward",)}),
         "counters-torch": ("ncu", script("torch_pipeline.py", "once"), {}),
+        # not shipped: the other ways in, once each on a real GPU
+        "check-cell": ("merged", Script(CELL, "cell.py"), {}),
+        "check-sigterm": ("sigterm", None, {}),
+        "check-torch": ("torch_profile", None, {}),
+        "check-kernel": ("kernel_trace", workload("qwen3-30b-ep4-t8192"), {}),
     }
     return alone, together
+
+
+CELL = """
+import mok
+
+shape = mok.MoEShape.preset("qwen3-30b-a3b")
+work = mok.Workload(shape, tokens=2048, ep=4, ranks="closed", direction="forward")
+print(mok.run(work, repeats=2, warmup=1))
+"""
+WAITER = """
+import time
+
+import torch
+
+x = torch.ones(1 << 20, device="cuda")
+for step in range(3000):
+    x.mul_(1.0001)
+    torch.cuda.synchronize()
+    time.sleep(0.01)
+    if step == 20:
+        print("under way", flush=True)
+"""
+
+
+def sigterm(out: Path) -> dict[str, object]:
+    """A scheduler's warning to a real nsys: the report is whole, the record says why it ended, the command ends by the signal."""
+    path = out / "waiter.py"
+    path.write_text(WAITER)
+    command = [
+        sys.executable,
+        "-m",
+        "mok",
+        "capture",
+        "nsys",
+        "--script",
+        str(path),
+        "--out",
+        str(out),
+        "--name",
+        "check-sigterm",
+    ]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    log, end = out / "check-sigterm.partial" / "log.txt", time.monotonic() + 60
+    while time.monotonic() < end and not (log.is_file() and "under way" in log.read_text()):
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    said, _ = process.communicate(timeout=90)
+    made = Capture.open(out / "check-sigterm")
+    kernels = int(made.trace.spans.category.where("kernel").sum()) if made.trace is not None else 0
+    ok = process.returncode == -signal.SIGTERM and made.record["ended"] == "SIGTERM" and kernels >= 20
+    return {"ok": ok, "said": f"exit {process.returncode}, record says {made.record['ended']}, {kernels} kernels; {said[-300:]}"}
+
+
+def torch_profile(out: Path) -> dict[str, object]:
+    """torch.profiler over live state of this process, on the GPU."""
+    x = torch.randn(2048, 2048, device="cuda")
+
+    def work() -> None:
+        for _ in range(3):
+            (x @ x).sum().item()
+
+    made = capture.torch_profile(work, out=out, name="check-torch")
+    kernels = int(made.trace.spans.category.where("kernel").sum())
+    return {"ok": kernels >= 6, "said": f"{kernels} kernels in {made!r}"}
 
 
 def known_metrics() -> tuple[str, ...]:
@@ -119,6 +191,8 @@ def one(name: str, what: tuple[str, object, dict[str, object]], out: Path, metri
     """Make one capture; its line of the summary, also when it fails."""
     tool, job, options = what
     begin = time.perf_counter()
+    if tool in CHECKS:
+        return checked(name, CHECKS[tool], out)
     limits = Limits(timeout_s=170, silent_s=170, turn=str(out.resolve() / "turn"))
     if tool == "ncu":
         options = {"metrics": metrics, **options}
@@ -140,6 +214,23 @@ def one(name: str, what: tuple[str, object, dict[str, object]], out: Path, metri
     return row
 
 
+def checked(name: str, check: Callable[[Path], dict[str, object]], out: Path) -> dict[str, object]:
+    """One check as a line of the summary."""
+    begin = time.perf_counter()
+    try:
+        with turn(str(out.resolve() / "turn")):
+            row = {"name": name, "tool": "check", **check(out)}
+    except Exception as error:  # noqa: BLE001  # as in `one`
+        traceback.print_exc()
+        row = {"name": name, "tool": "check", "ok": False, "said": f"{type(error).__name__}: {error}"}
+    row["seconds"] = round(time.perf_counter() - begin, 1)
+    print(f"{'ok  ' if row['ok'] else 'FAIL'} {row['seconds']:5.1f} s  {name}: {str(row['said'])[:600]}", flush=True)
+    return row
+
+
+CHECKS = {"sigterm": sigterm, "torch_profile": torch_profile}
+
+
 def compile_kernels() -> None:
     """All variants the captures launch, side by side, before any of them waits for one."""
     jobs = [("probe.cu", {}), ("schedule.cu", {}), ("barrier.cu", {}), ("epilogue.cu", {"MOK_TOPK": 8, "MOK_WEIGHTED": 1})]
@@ -152,7 +243,11 @@ def pack(out: Path) -> None:
     """captures-N.tar of at most 15 MiB each, and logs.tar with what went wrong."""
     number, size = 0, PART_BYTES + 1
     for path in sorted(out.glob("*/*")):
-        if path.name not in ("trace.parquet", "metrics.json", "capture.json", "nsys.sqlite") or ".partial" in path.parent.name:
+        if (
+            path.parent.name.startswith("check-")
+            or path.name not in ("trace.parquet", "metrics.json", "capture.json", "nsys.sqlite")
+            or ".partial" in path.parent.name
+        ):
             continue
         if size + path.stat().st_size > PART_BYTES:
             number, size = number + 1, 0
@@ -186,6 +281,7 @@ def main() -> int:
         wanted = {name: what for name, what in together.items() if not only or name in only}
         futures = [pool.submit(one, name, what, out, known.result() if what[0] == "ncu" else ()) for name, what in wanted.items()]
         rows += [future.result() for future in futures]
+    rows = [{**row, "said": str(row["said"]).replace(f"{out}/", "")} for row in rows]
     (out / "summary.json").write_text(json.dumps(rows, indent=1))
     pack(out)
     failed = [row["name"] for row in rows if not row["ok"]]

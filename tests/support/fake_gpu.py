@@ -32,7 +32,6 @@ class FakeGpu:
     kernels: list[tuple[int, int, str, int]] = field(default_factory=list)  # start, end, name, correlation
     calls: list[tuple[int, int, str, int]] = field(default_factory=list)
     ranges: list[tuple[int, int, str]] = field(default_factory=list)
-    marks: list[tuple[int, str]] = field(default_factory=list)
     readings: list[tuple[int, int, int]] = field(default_factory=list)
     kinds: list[str] = field(default_factory=list)
     dumps: list[bytes] = field(default_factory=list)
@@ -71,7 +70,7 @@ class FakeGpu:
         number = len(self.kinds)
         begin, end = self._launch("mok_marker", 200_000)
         middle = begin + 150_000
-        self.marks.append((middle - int(self.random.integers(500, 1_500)), f"mok marker {number}"))
+        self.ranges.append((middle - 1_500, middle - int(self.random.integers(100, 900)), f"mok marker {number}"))
         self.readings.append((self.timer(begin), self.timer(middle), self.timer(end)))
         self.kinds.append("mok_marker")
 
@@ -142,7 +141,6 @@ class FakeGpu:
                 "textId INTEGER, domainId INTEGER)"
             )
             rows = [(start, end, 59, text, GLOBAL_TID, None, 0) for start, end, text in self.ranges]
-            rows += [(start, None, 34, text, GLOBAL_TID, None, 0) for start, text in self.marks]
             rows += [(900_000, self.now + 1000, 59, "mok capture", GLOBAL_TID, None, 0)] if window else []
             file.executemany("INSERT INTO NVTX_EVENTS VALUES (?, ?, ?, ?, ?, ?, ?)", rows)
             file.execute("CREATE TABLE META_DATA_EXPORT (name TEXT, value TEXT)")

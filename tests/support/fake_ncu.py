@@ -1,7 +1,7 @@
 """ncu as it behaves on the command line, without a GPU: `MOK_FAKE_NCU` says what goes wrong this time.
 
 ok; hang: never ends; nopermission: ERR_NVGPUCTRPERM in its log and status 1; nokernel: a report without kernels.
-`MOK_FAKE_NCU_VERSION` is its version, `MOK_FAKE_NCU_PARTS` the annotations it saw, `MOK_FAKE_NCU_RUNS` how often each.
+`MOK_FAKE_NCU_VERSION` is its version, `MOK_FAKE_NCU_PARTS` the annotations it saw, `MOK_FAKE_NCU_RUNS` how many kernels in each.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def main() -> int:
         return code
     actions = []
     for part in os.environ.get("MOK_FAKE_NCU_PARTS", "").split(",") if MODE != "nokernel" else []:
-        for _ in range(int(os.environ.get("MOK_FAKE_NCU_RUNS", "1"))):
-            metrics = {name: 10.0 + index for index, name in enumerate(options["--metrics"].split(","))}
+        for number in range(int(os.environ.get("MOK_FAKE_NCU_RUNS", "1"))):
+            metrics = {name: 10.0 + index - 5 * number for index, name in enumerate(options["--metrics"].split(","))}
             actions.append({"kernel": f"kernel_of_{part}", "part": part, "metrics": metrics})
     Path(options["-o"]).write_text(json.dumps({"actions": actions}))
     return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import subprocess
@@ -10,6 +11,7 @@ import sys
 from types import SimpleNamespace
 
 import ncu_report
+import numpy
 import pandas
 
 __version__ = "0.9.6"
@@ -43,11 +45,17 @@ def _kernel(*, metrics, runs, output_prefix, clock_control, cache_control, repla
             if done.returncode:
                 raise ProfilerError(f"ncu failed, see {log}")
             rows: dict[tuple[str, str], list[float]] = {}
-            kernels = {}
+            kernels: dict[str, str] = {}
+            found: dict[str, list[numpy.ndarray]] = {}
             for action in ncu_report.load_report(report).range_by_idx(0).actions:
                 kernels[action["part"]] = action["kernel"]
-                for metric in metrics:
-                    rows.setdefault((action["part"], metric), []).append(action["metrics"][metric])
+                found.setdefault(action["part"], []).append(numpy.array([action["metrics"][metric] for metric in metrics]))
+            for part, values in found.items():
+                size = len(values) // runs
+                for run in range(runs):
+                    whole = functools.reduce(combine_kernel_metrics, values[run * size : (run + 1) * size])
+                    for metric, value in zip(metrics, whole, strict=True):
+                        rows.setdefault((part, metric), []).append(float(value))
             table = [
                 {
                     "Annotation": part, "Kernel": kernels[part], "Metric": metric, "AvgValue": sum(values) / len(values),
