@@ -112,7 +112,7 @@ def torture(copy: Path, tmp_path: Path, *, runs: int, kills: int, pause: float, 
 
 
 def test_a_driver_killed_again_and_again_loses_nothing(copy: Path, tmp_path: Path) -> None:
-    torture(copy, tmp_path, runs=8, kills=3, pause=0.1, seed=1)
+    torture(copy, tmp_path, runs=6, kills=3, pause=0.1, seed=1)
 
 
 @pytest.mark.slow
