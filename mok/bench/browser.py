@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -80,9 +81,14 @@ def jupyterlab(folder: Path, notebooks: Path, path: tuple[str, ...] = ()) -> Ite
     }
     environment = os.environ | {name: str(folder / place) for name, place in places.items()}
     environment["PYTHONPATH"] = os.pathsep.join([*path, str(PACKAGE)])
-    extension = folder / "settings" / "@jupyterlab" / "apputils-extension"
-    extension.mkdir(parents=True)
-    (extension / "notification.jupyterlab-settings").write_text(json.dumps({"fetchNews": "false", "checkForUpdates": False}))
+    settings = {
+        "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
+        "notebook-extension/tracker": {"windowingMode": "none"},  # cells out of sight are drawn too
+    }
+    for name, values in settings.items():
+        file = folder / "settings" / "@jupyterlab" / f"{name}.jupyterlab-settings"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(values))
     command = [
         sys.executable,
         "-m",
@@ -118,7 +124,8 @@ def jupyterlab(folder: Path, notebooks: Path, path: tuple[str, ...] = ()) -> Ite
 
 def open_notebook(page: Any, address: str, name: str) -> None:
     """Open a notebook and wait until its kernel answers."""
-    page.goto(f"{address}/lab/tree/{name}", timeout=90_000)
+    workspace = uuid.uuid4().hex  # of its own, or notebooks of an earlier page would be opened again
+    page.goto(f"{address}/lab/workspaces/{workspace}/tree/{name}", timeout=90_000)
     page.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=60_000)
     ready = (
         "async () => { const c = window.jupyterapp.shell.currentWidget.context; await c.ready; await c.sessionContext.ready;"

@@ -87,11 +87,8 @@ function widgetChannel(model) {
 		const bytes = (buffers ?? []).map((part) => new Uint8Array(part.buffer ?? part, part.byteOffset ?? 0, part.byteLength));
 		waiting(answer, bytes);
 	});
-	const kernelState = () => {
-		const kernel = model.widget_manager?.kernel;
-		return kernel && !kernel.isDisposed && kernel.connectionStatus === "connected" && kernel.status === "busy"
-			? "Python is busy; the last view stays" : "disconnected: Python does not answer; the last view stays";
-	};
+	const gone = "disconnected: Python does not answer; the last view stays", manager = model.widget_manager;
+	const kernelState = () => (manager?.kernel?.status === "busy" ? "Python is busy; the last view stays" : gone);
 	const channel = {
 		onstate: () => {},
 		ask(request) {
@@ -99,14 +96,10 @@ function widgetChannel(model) {
 			return new Promise((resolve, reject) => {
 				open.set(seq, (answer, bytes) => (answer.error ? reject(new Error(answer.error)) : resolve([answer, bytes])));
 				setTimeout(() => open.has(seq) && channel.onstate(kernelState()), WAIT_MS);
-				try { model.send({ ...request, seq }); } catch { channel.onstate("disconnected: the last view stays"); }
+				try { model.send({ ...request, seq }); } catch { channel.onstate(gone); }
 			});
 		},
-		alive: () => {
-			const kernel = model.widget_manager?.kernel;
-			const gone = kernel && (kernel.isDisposed || ["dead", "terminating"].includes(kernel.status));
-			return !gone && model.comm_live !== false;
-		},
+		alive: () => !(manager && "kernel" in manager && (!manager.kernel || manager.kernel.isDisposed)),
 	};
 	return channel;
 }
@@ -1250,8 +1243,13 @@ async function drawn(view) {
 	while (!view.frames || view.store.waiting) await new Promise((done) => { view.draw(); setTimeout(done, 5); });
 }
 
+/** Says so when Python is gone: a kernel that restarts by itself leaves no other sign than that nobody answers. */
 function watchChannel(view, channel) {
-	const timer = setInterval(() => { if (!channel.alive()) channel.onstate("disconnected: the last view stays"); }, 2000);
+	let tick = 0;
+	const timer = setInterval(() => {
+		if (!channel.alive()) channel.onstate("disconnected: the last view stays");
+		else if (++tick % 5 === 0 && !document.hidden) channel.ask({ ask: "ping" }).catch(() => {});
+	}, 2000);
 	const destroy = view.destroy.bind(view);
 	view.destroy = () => { clearInterval(timer); destroy(); };
 	view.root.timeline = view;
