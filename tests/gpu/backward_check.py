@@ -1,24 +1,22 @@
-"""The backward kernel: right, the same bits whatever the configuration, faults, graphs; and its time.
+"""The backward kernel: right, the same bits whatever the configuration, faults, graphs.
 
-python tests/gpu/backward_check.py [PART...]      # the names in PARTS; `time` and `trace` alone on the GPU
+python tests/gpu/backward_check.py [PART...]      # the names in PARTS
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import os
 import pathlib
 import shutil
-import statistics
 import sys
 import tempfile
 
 import reference
 import torch
 from checks import Checks
-from forward_check import CASES, Case, graph_of, once, relative
+from forward_check import Case, relative
 from functional_check import gradients, same, space_of, step
 
 from mok import engines, functional
@@ -37,8 +35,8 @@ def config(mini=2048, ring=1 << 17, combine="comm", comm=8, **more):
     )
 
 
-def run(case, how, ep=1, d_out=None, counts=None, context=None):
-    """Named gradients of one step, and its workspace."""
+def run(case, how, ep=1, d_out=None, counts=None):
+    """Named gradients of one step, every buffer that must not be read full of NaN."""
     space = space_of(case, ep, how, counts)
     for name in ("d_y", "combine", "d_x_routed", "router_weight", "d_router_weight"):
         for buffer in getattr(space, name):
@@ -343,75 +341,10 @@ def planted(checks):
             checks.check(worst > 4e-3, f"planted: {what}: seen in {seen}")
 
 
-def launch_of(case, how, ep=1):
-    """The engine's backward of one step as a call without arguments: what is timed and traced."""
-    module = engines.active("cuda")
-    plain, seen = module.backward, []
-
-    def remember(**arguments):
-        seen.append(arguments)
-        return plain(**arguments)
-
-    module.backward = remember
-    try:
-        run(case, how, ep, d_out_of(case))
-    finally:
-        module.backward = plain
-    return functools.partial(plain, **seen[0])
-
-
-def timed(checks, names=tuple(CASES), ways=((4, 2048), (8, 2048), (4, 8192), (8, 8192)), routes=("epilogue",), samples=10):
-    for name in names:
-        case = Case(*CASES[name])
-        launches, graphs = [], {}
-        for (comm, mini), combine in itertools.product(ways, routes):
-            launches.append(launch_of(case, config(mini, combine=combine, comm=comm)))  # a graph keeps no tensor alive
-            graphs[f"{combine} comm={comm} mini={mini}"] = graph_of(launches[-1])
-        times = {label: [] for label in graphs}
-        for _ in range(samples):
-            for label, graph in graphs.items():
-                times[label].append(once(graph))
-        flops = 12 * case.tokens * case.top_k * case.hidden * case.gate.shape[1]
-        for label, t in times.items():
-            m = statistics.median(t)
-            print(f"     {name:22s} {label:32s} {m:8.3f} ms {flops / m * 1e-9:6.0f} TFLOP/s", flush=True)
-        checks.check(True, f"{name}: timed")
-        graphs.clear()
-        launches.clear()
-        torch.cuda.empty_cache()
-
-
-def traced(checks, names=tuple(CASES), way=(8, 4096)):
-    from mok.trace.metrics import kernel as metrics
-    from mok.trace.read import kernel as reader
-
-    for name in names:
-        case = Case(*CASES[name])
-        launch = launch_of(case, config(way[1], combine="epilogue", comm=way[0]))
-        launch()
-        with options.trace(8192) as sink:
-            for _ in range(2):
-                launch()
-        buffer = sink.buffers[-1]
-        trace = reader.read(reader.pack(buffer.data.cpu().numpy(), buffer.header()), buffer.tokens_per_expert.cpu().numpy())
-        result = metrics.account(trace)
-        shares = " ".join(f"{k} {x:.3f}" for k, x in result.shares.items())
-        checks.check(
-            result.shares["other"] <= 0.05, f"4: {name} {result.kernel_ns / 1e6:.3f} ms: {shares}; {trace.meta.diagnostics}"
-        )
-        spans, names_ = trace.spans, trace.spans.name.decode()
-        for what in sorted(set(names_)):
-            d = sorted(spans.dur_ns[names_ == what] / 1e3)
-            low, high = d[len(d) // 10], d[len(d) * 9 // 10]
-            print(f"     {what:22s} n {len(d):6d} mean {sum(d) / len(d):8.2f} us  p10 {low:8.2f} p90 {high:8.2f}", flush=True)
-        del launch
-        torch.cuda.empty_cache()
-
-
 PARTS = {
     "correct": correct, "configs": lambda checks: configs(checks, False), "configs_shared": lambda checks: configs(checks, True),
     "positions": positions, "mains": mains, "router": router, "graph": graph, "syncs": syncs, "faults": faults,
-    "recomputed": recomputed, "planted": planted, "time": timed, "trace": traced,
+    "recomputed": recomputed, "planted": planted,
 }  # fmt: skip
 
 

@@ -101,7 +101,7 @@ def parts() -> list[Part]:
                  "planted"):  # fmt: skip
         found.append(Part(f"backward_{name}", "backward", 110, script("backward_check", name)))
     found.append(Part("trace", "engine", 40, script("engine_check", "trace"), alone=True))
-    found.append(Part("backward_trace", "backward", 60, script("backward_check", "trace"), alone=True))
+    found.append(Part("backward_trace", "backward", 60, script("backward_time", "trace"), alone=True))
     return found
 
 
