@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mok.routing.generate import generate, repetition
 from mok.routing.history import RoutingHistory, history, label_information
+from mok.routing.hooks import record
 from mok.routing.recorded import RecordedRouting, load, save
 from mok.routing.recorder import Recorder
 from mok.routing.routers import sigmoid_group_topk, softmax_topk
@@ -22,6 +23,7 @@ __all__ = [
     "history",
     "label_information",
     "load",
+    "record",
     "repetition",
     "save",
     "shipped",
