@@ -103,8 +103,9 @@ def backward(
         "hidden_shared": empty(tokens, intermediate),
         "d_x_shared": empty(tokens, hidden, when=shared is not None),
     }
-    sizes = [(experts, intermediate, hidden)] * 2 + [(experts, hidden, intermediate)]
-    sizes += [tuple(weight.shape) for weight in shared] if shared is not None else [(0,)] * 3  # type: ignore[misc]
+    wide, tall = (experts, intermediate, hidden), (experts, hidden, intermediate)
+    own = [tuple(weight.shape) for weight in shared] if shared is not None else [(0,)] * 3
+    sizes: list[tuple[int, ...]] = [wide, wide, tall, *own]
     grads = [empty(*size, when=main is None) for size, main in zip(sizes, main_grads, strict=True)]
 
     p = BackwardParams()
