@@ -9,6 +9,7 @@ import pytest
 
 from mok.errors import InputError
 from mok.trace.metrics import kernel as metrics
+from mok.trace.metrics.tensor import tensor_pipe
 from mok.trace.model import NO_VALUE
 from mok.trace.read import kernel as reader
 
@@ -104,6 +105,20 @@ def test_accounting_gives_every_nanosecond_to_one_class():
     assert result.by_expert == {}  # no table of tokens was given
     # the wait was for the tile loaded next: block 3, expert 1's
     assert metrics.account(reader.read(typical().bytes(), [256, 512])).by_expert == pytest.approx({1: 0.05})
+
+
+def test_the_tensor_pipe_idles_only_where_both_warpgroups_wait():
+    found = tensor_pipe(reader.read(typical().bytes(), [256, 512]))
+    # both multiply from 1150 to 1600 and wait a ninth of it; the other SM communicates; 2 SMs x 1000 ns
+    assert found.value == pytest.approx(450 * (1 - (50 / 450) ** 2) / 2000)
+    assert found.coverage == 1
+    dump = Dump()
+    mma = [(BEGIN, "mma gate_up", 0, 3, 0), (END, "mma gate_up", 0, 7, 400), (VALUE, "stall", 0, 0, 100)]
+    later = [(BEGIN, "mma gate_up", 0, 3, 300), (END, "mma gate_up", 0, 7, 700), (VALUE, "stall", 0, 0, 200)]
+    dump.lane(1, CONSUMER, 5, 1000, 2000, mma).lane(2, CONSUMER, 5, 1000, 2000, later)
+    alone = 300 * 3 / 4 + 300 / 2
+    assert tensor_pipe(reader.read(dump.bytes())).value == pytest.approx((alone + 100 * (1 - 1 / 8)) / 1000)
+    assert "no multiplication" in tensor_pipe(reader.read(Dump().lane(0, PRODUCER, 5, 1000, 2000, []).bytes())).reason
 
 
 TURN = 1 << 32

@@ -61,7 +61,7 @@ def ncu(
 ) -> Capture:
     """Counters of a Workload's kernels (`kernels`: by name, default all), or of the parts a Script marks with `mark(name)`.
 
-    `.counters` is the table, one row per part and metric; a part of several kernels has the largest value of each.
+    `.counters` is the table, one row per part and metric; a part of several kernels has the values of the longest one.
     Raises InputError for a job that waits on other processes under kernel replay; CapabilityError: no ncu, no
     nsight-python that drives it, no permission; CaptureError: it hung, died or measured nothing.
     """

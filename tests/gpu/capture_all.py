@@ -10,10 +10,12 @@ enough to carry. What the captures show is checked by tests/test_capture_library
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import json
 import re
 import signal
+import sqlite3
 import subprocess
 import sys
 import tarfile
@@ -187,6 +189,16 @@ def shrink(made: Capture) -> None:
     smaller.write(path)
 
 
+def shareable(path: Path) -> None:
+    """Leave only the last name of every path in nsys' notes: they tell where the profiler keeps its own files."""
+    with contextlib.closing(sqlite3.connect(path)) as file:
+        notes = file.execute("SELECT rowid, text FROM DIAGNOSTIC_EVENT").fetchall()
+        short = [(re.sub(r"/(?:[\w.+-]+/)+", "", text), row) for row, text in notes if text]
+        file.executemany("UPDATE DIAGNOSTIC_EVENT SET text = ? WHERE rowid = ?", short)
+        file.commit()
+        file.execute("VACUUM")
+
+
 def one(name: str, what: tuple[str, object, dict[str, object]], out: Path, metrics: tuple[str, ...]) -> dict[str, object]:
     """Make one capture; its line of the summary, also when it fails."""
     tool, job, options = what
@@ -199,6 +211,8 @@ def one(name: str, what: tuple[str, object, dict[str, object]], out: Path, metri
     try:
         made = getattr(capture, tool)(job, out=out, name=name, limits=limits, progress=False, **options)
         shrink(made)
+        if (made.folder / "nsys.sqlite").is_file():
+            shareable(made.folder / "nsys.sqlite")
         row = {"name": name, "tool": tool, "ok": True, "said": repr(made), "notes": list(made.notes)}
         if made.trace is not None and "bridge" in made.trace.meta.coverage:
             bridge = dict(made.trace.meta.coverage["bridge"])
