@@ -104,3 +104,22 @@ def test_names_and_rounds_are_checked():
         traces.suite(["nsys-1M"])
     with pytest.raises(InputError, match="at least 20"):
         list(traces.run(["nsys-1m"], 3, None, Record("x"), lambda _: None))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("tool", "most_mib", "most_s"), [("kineto", 400, 12.0), ("nsys", 1536, 12.0)])
+def test_a_million_events_stay_within_memory_and_time(tmp_path, tool, most_mib, most_s):
+    """Loose in time, as tests run beside others; the record holds the numbers."""
+    path = tmp_path / ("rank0.json.gz" if tool == "kineto" else "capture.sqlite")
+    getattr(trace_files, tool)(path, 1_000_000)
+    answer = traces._child([sys.executable, "-m", "mok.bench.trace_child", str(path)], "mok")
+    assert answer["peak_rss_mib"] < most_mib
+    assert answer["seconds"] < most_s
+
+
+def test_memory_grows_by_the_events_kept_not_by_the_text(tmp_path):
+    """60,000 events of 16 MB of text in a process of its own: a whole-file parser would need several times the text."""
+    trace_files.kineto(tmp_path / "rank0.json.gz", 60_000)
+    answer = traces._child([sys.executable, "-m", "mok.bench.trace_child", str(tmp_path / "rank0.json.gz")], "mok")
+    assert answer["spans"] == 40_005
+    assert answer["peak_rss_mib"] < 160
