@@ -19,6 +19,7 @@ from mok.engines.oracle import LayerInputs
 from mok.errors import CapabilityError, InputError, is_int, require
 from mok.groups import VirtualGroup
 from mok.measurement import Measurement, Timing
+from mok.session import verdicts
 from mok.session.device import device_facts, memory_bytes
 from mok.session.rates import measured_rates
 from mok.shapes import MoEShape
@@ -290,6 +291,7 @@ def run(
         acceptance=report,
         trace=timeline,
         precision_label=engines.precision_label(engine, workload.precision),
+        verified=verdicts.status(engine),
         notes=tuple(note for note in (routing.repetition(workload.routing, statistics.num_tokens),) if note),
     )
 

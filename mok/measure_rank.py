@@ -151,6 +151,7 @@ class Runner:
         import torch
 
         from mok import engines, measure
+        from mok.session import verdicts
         from mok.session.device import device_facts
         from mok.session.rates import measured_rates
 
@@ -178,6 +179,7 @@ class Runner:
             "rank": self.rank,
             "engine": engine,
             "label": self.label if self.device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads",
+            "verified": verdicts.status(engine, self.device.index or 0),
             "precision_label": engines.precision_label(engine, workload.precision),
             "samples": samples,
             "same": same,

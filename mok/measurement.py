@@ -46,6 +46,7 @@ class Measurement:
     workload. errors: tensor -> relative L2 error against the float64 oracle, and acceptance: the `AcceptanceReport`,
     both only if checked. trace: the `Trace` of one more forward, only if asked for. precision_label: the precision as
     it ran ("mxfp8 (emulated)" where the device has no such matrix unit). notes: what a reader of the numbers must know.
+    verified: what `mok verify` says of the tile that ran ("verified", "portable", "unverified"; "" on other engines).
     """
 
     workload: Workload
@@ -63,6 +64,12 @@ class Measurement:
     trace: Any = None
     notes: tuple[str, ...] = ()
     precision_label: str = ""
+    verified: str = ""
+
+    @property
+    def engine_label(self) -> str:
+        """The engine as figures name it: "cuda (verified)", "cuda (portable)" or "cuda (unverified)"; others by name alone."""
+        return f"{self.engine} ({self.verified})" if self.verified else self.engine
 
     @property
     def accepted(self) -> bool | None:
@@ -86,7 +93,7 @@ class Measurement:
              f"{', shared expert' if shape.shared else ''}"),
             ("workload", f"{sum(work.token_counts)} tokens over EP {work.ep} ({work.ranks}), {work.routing}, "
              f"{self.precision_label or work.precision}, seed {work.seed}"),
-            ("engine", f"{self.engine} on {self.device_label}"),
+            ("engine", f"{self.engine_label} on {self.device_label}"),
         ]  # fmt: skip
         for phase, timing in self.timings.items():
             low, high = timing.spread_ms
@@ -114,6 +121,7 @@ class Measurement:
             "workload": self.workload.to_dict(),
             "workload_key": self.workload.key(),
             "engine": self.engine,
+            "verified": self.verified,
             "device_label": self.device_label,
             "precision_label": self.precision_label or self.workload.precision,
             "timings": {
@@ -137,9 +145,7 @@ class Measurement:
         """Engine, device and the phases' medians in one line."""
         phases = ", ".join(f"{phase} {timing.median_ms:.3f} ms" for phase, timing in self.timings.items())
         bits = "same bits" if self.same_bits else "BITS DIFFER"
-        return (
-            f"Measurement({self.engine} on {self.device_label}: {phases}; {bits}; {self.workload.routing}, EP {self.workload.ep})"
-        )
+        return f"Measurement({self.engine_label} on {self.device_label}: {phases}; {bits}; {self.workload.routing}, EP {self.workload.ep})"
 
     _repr_mimebundle_ = display.bundle
 

@@ -51,6 +51,7 @@ from mok.cli.output import AsJson, emit
 from mok.cli.output import table as show_table
 from mok.cli.study import study_app
 from mok.cli.trace import trace_app
+from mok.cli.verify import verify
 from mok.cli.views import open_page, report
 from mok.errors import MokError, require
 
@@ -69,6 +70,7 @@ app.add_typer(capture_app, name="capture")
 app.add_typer(slurm_app, name="slurm")
 app.add_typer(study_app, name="study")
 app.command()(allocation)
+app.command()(verify)
 bench_app.command()(studies)
 app.add_typer(trace_app, name="trace")
 app.command()(certify)

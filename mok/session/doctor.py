@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mok.session import nvml
+from mok.session import nvml, verdicts
 from mok.session.device import cpu_name, usable_cores, version_of
 
 MIN_NCU_FOR_NSIGHT_1 = (2026, 2, 1)  # nsight-python 1.x attaches through an interface older tools lack
@@ -90,6 +90,21 @@ def _cuda_core() -> Capability:
     return _capability("cuda-core", ok, version or "", "pip install 'cuda-core>=1.0.1' cuda-bindings (Linux only)")
 
 
+def _tile() -> Capability:
+    arch = verdicts.arch_here()
+    found = verdicts.status()
+    if not found:
+        text = f"none runs on {arch}" if arch else ""
+        return _capability(
+            "kernel tile", False, text, "engine 'cuda' has no tile for this machine; engine 'torch' runs the same step"
+        )
+    running = verdicts.running(arch, verdicts.facts_here())
+    assert running is not None
+    return Capability(
+        "kernel tile", found == verdicts.VERIFIED, f"{running.name}: {found}", "" if found == "verified" else "run `mok verify`"
+    )
+
+
 def _nvlink() -> Capability:
     links, fabric = nvml.num_active_links(), nvml.fabric_state()
     parts = [] if links is None else [f"{links} active links"]
@@ -157,6 +172,7 @@ CHECKS: Sequence[Callable[[], Capability]] = (
     _driver,
     _compiler,
     _cuda_core,
+    _tile,
     _nvlink,
     _nsys,
     _ncu,

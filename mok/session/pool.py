@@ -23,7 +23,7 @@ from typing import Any
 from mok import errors
 from mok.errors import InputError, MokError, PoolError, is_int, require
 from mok.measurement import Measurement
-from mok.session import launchers, together
+from mok.session import launchers
 from mok.session.wire import Door, Message, Wire
 from mok.workload import Workload
 
@@ -131,6 +131,8 @@ class RankPool:
             raise
         finally:
             self._busy.release()
+        from mok.session import together  # torch comes with it
+
         return together.combine(workload, answers, traces if trace else (), self._offsets, self._uncertainty)
 
     def start(self, workload: Workload, **options: Any) -> RankRun:

@@ -87,6 +87,7 @@ def combine(
         device=first["device"],
         trace=_together(traces, offsets_ns, uncertainty_ns, first["engine"]) if traces else None,
         precision_label=first["precision_label"],
+        verified=first["verified"],
         notes=(*dict.fromkeys(notes), *((repetition,) if repetition else ())),
     )
 

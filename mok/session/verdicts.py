@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mok.engines.cuda import build
 from mok.errors import CapabilityError, unknown_name
 from mok.parquet import replacing
 from mok.session import nvml
@@ -93,6 +92,8 @@ def tiles_of(arch: str | None) -> tuple[Tile, ...]:
 
 def facts_here(index: int = 0) -> dict[str, str]:
     """What a verdict holds for. Raises CapabilityError without NVRTC."""
+    from mok.engines.cuda import build
+
     return {
         "gpu": str(nvml.gpu_facts(index).get("name", "none")),
         "driver": nvml.driver().get("driver", "none"),
@@ -112,6 +113,8 @@ def source_digest(folder: Path) -> str:
 
 def path_of(tile: str, facts: Mapping[str, str]) -> Path:
     """Where the verdict of a tile under these facts lies; other facts, another file."""
+    from mok.engines.cuda import build  # where torch is loaded, too: only who asks for a verdict pays
+
     key = hashlib.blake2b(json.dumps(dict(facts), sort_keys=True).encode(), digest_size=8).hexdigest()
     return build.cache_folder() / "verify" / f"{tile}-{key}.json"
 

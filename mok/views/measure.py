@@ -39,7 +39,7 @@ def latency_figure(measurement: Measurement) -> go.Figure:
             line={"color": PHASE_COLOURS[phase], "width": 1},
         )
     figure.update_layout(
-        title=f"Latency on {measurement.device_label}, engine {measurement.engine}",
+        title=f"Latency on {measurement.device_label}, engine {measurement.engine_label}",
         xaxis_title="repeat",
         yaxis_title="ms",
         yaxis_rangemode="tozero",
