@@ -173,7 +173,7 @@ def test_by_keyboard_alone(browser: Any, step: Trace, mode: str) -> None:
         settled(page)
         assert page.get("view.length") == pytest.approx(1.4 * page.get("view.selected.dur"), rel=0.01)
         press("l")
-        page.until("view.lit !== null")
+        page.until("Boolean(view.lit)")
         lit = int(page.at.get_attribute(ROOT, "data-lit"))
         expert = int(page.get("view.lit.expert"))
         assert lit == int((step.spans.args["expert"] == expert).sum())
@@ -221,7 +221,7 @@ def test_an_expert_lights_its_tiles_and_only_those(browser: Any, step: Trace, mo
     with opened(browser, step, mode, height=1300) as page:
         expert = 3
         page.at.evaluate(f"() => {VIEW}.light({{ expert: {expert} }})")
-        page.until("view.lit !== null")
+        page.until("Boolean(view.lit)")
         settled(page)
         page.page.shot(f"timeline_{mode}_expert")
         column = step.spans.args["expert"]

@@ -49,6 +49,7 @@ class Painter:
 
     def skew(self, exponent: float) -> None:
         """Draw the routing anew from zipf of this exponent, 0 for uniform."""
+        self.exponent = float(exponent)
         spec = RoutingSpec("zipf", (float(exponent),)) if exponent else RoutingSpec("uniform")
         shape = self.workload.shape
         self._take(generate(spec, self.num_tokens, shape.num_experts, shape.top_k, seed=self.workload.seed))
@@ -115,7 +116,7 @@ class Painter:
         import ipywidgets as widgets
 
         slider = widgets.FloatSlider(
-            value=0.0,
+            value=self.exponent,
             min=0.0,
             max=2.0,
             step=0.1,

@@ -20,7 +20,7 @@ from mok.views.timeline import facts
 from mok.views.timeline.columns import WireColumn, arguments, core, unsent
 from mok.views.timeline.counters import counter_columns
 from mok.views.timeline.index import SpanIndex
-from mok.views.timeline.layout import KEYS, lanes_of, title_of
+from mok.views.timeline.layout import KEYS, folded, lanes_of, title_of
 from mok.views.timeline.links import parents
 from mok.views.timeline.pair import twins
 from mok.views.timeline.search import Lit, matches, with_arguments
@@ -109,6 +109,7 @@ class Answers:
     def header(self) -> dict[str, Any]:
         """All that is needed before the first span: keys, lanes, columns, what is known about the clocks."""
         meta, (begin, end) = self.trace.meta, self.trace.window_ns
+        lanes = lanes_of(self.index, self.sides)
         return {
             "title": title_of(self.trace),
             "tool": meta.tool,
@@ -124,7 +125,8 @@ class Answers:
                 {"name": key.name, "colour": key.colour, "hatch": key.hatch, "count": key.count, "busy": key.busy_ns}
                 for key in self.index.keys
             ],
-            "lanes": lanes_of(self.index, self.sides),
+            "lanes": lanes,
+            "folded": folded(lanes),
             "num_rows": self.index.num_rows,
             "crowded": sorted(self.index.crowded),
             "columns": _described(self.wire),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,7 @@ from mok.views.timeline.index import SpanIndex
 
 UNITS = (("s", 1e9), ("ms", 1e6), ("µs", 1e3), ("ns", 1.0))
 KINDS = ("thread", "stream", "sm", "role", "counter")
+SILENT = "threads without spans"
 GROUPS = {"thread": "host threads", "stream": "streams", "sm": "SMs", "role": "roles", "counter": "counters"}
 
 
@@ -54,7 +57,7 @@ def lanes_of(index: SpanIndex, sides: tuple[str, ...] = ()) -> list[dict[str, An
         side = "AB".find(label[:1]) if sides and label[1:3] == ": " else -1
         path = [f"{label[0]}: {sides[side]}"] if side >= 0 else []
         path += [f"rank {rank}"] if many_ranks else []
-        path.append(GROUPS[kind])
+        path.append(SILENT if kind == "thread" and not used[lane] else GROUPS[kind])
         found.append(
             {
                 "lane": lane,
@@ -70,8 +73,30 @@ def lanes_of(index: SpanIndex, sides: tuple[str, ...] = ()) -> list[dict[str, An
                 "side": side,
             }
         )
-    found.sort(key=lambda row: (row["side"], row["rank"], KINDS.index(row["kind"]), row["process"], row["device"], row["lane"]))
+    found.sort(key=_place)
     return found
+
+
+def _place(row: dict[str, Any]) -> tuple[Any, ...]:
+    """Where a lane stands: threads without spans after the others, SMs and roles by their numbers."""
+    silent = row["path"][-1] == SILENT
+    named = _natural(row["label"]) if row["kind"] in ("sm", "role") else []
+    return row["side"], row["rank"], KINDS.index(row["kind"]), silent, row["process"], row["device"], named, row["lane"]
+
+
+def _natural(label: str) -> list[tuple[int, str]]:
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", label)]
+
+
+def folded(lanes: Sequence[dict[str, Any]]) -> list[str]:
+    """Groups that are closed at first, as the page names them: threads without spans, and SMs beside their own roles."""
+    roles = {tuple(lane["path"][:-1]) for lane in lanes if lane["kind"] == "role"}
+    closed = (
+        lane["path"]
+        for lane in lanes
+        if lane["path"][-1] == SILENT or (lane["kind"] == "sm" and tuple(lane["path"][:-1]) in roles)
+    )
+    return list(dict.fromkeys("\0".join(path) for path in closed))
 
 
 def title_of(trace: Trace) -> str:

@@ -7,7 +7,7 @@ const EMPTY = 255; // the key of a tile's pixel without any span
 const NO_INT = -(2 ** 31); // "none" in an int32 argument column
 const GUTTER = 176; // px for lane labels
 const RULER = 30;
-const WAIT_MS = 5000; // without an answer for so long, Python counts as busy or gone
+const WAIT_MS = 5000; // then Python counts as busy or gone
 const LISTED = 200; // rows of a table
 
 // ---- small things, time, text
@@ -35,7 +35,6 @@ const button = (label, onclick, title, more) => el("button", { type: "button", t
 
 const UNITS = [["s", 1e9], ["ms", 1e6], ["\u00b5s", 1e3], ["ns", 1]];
 
-/** The unit in which `ns` has digits before the point. */
 const unitOf = (ns) => UNITS.find(([, size]) => Math.abs(ns) >= size) ?? UNITS[3];
 
 function timeText(ns, digits = 4) {
@@ -321,7 +320,7 @@ class RemoteStore {
 		const question = JSON.stringify(request);
 		if (question === this.asked) return;
 		this.asked = question;
-		if (this.waiting) { this.next = request; return; } // one question at a time; of several only the last is sent
+		if (this.waiting) { this.next = request; return; } // one question at a time
 		this.send(request);
 	}
 
@@ -405,14 +404,18 @@ function runs(rows) {
 
 // ---- layout of lanes
 
-const ROW_PX = { thread: 14, stream: 18, sm: 14, role: 12, counter: 36 };
+const ROW_PX = { thread: 14, stream: 18, counter: 36 };
 const GROUP_PX = 20;
 
 /** Lines of the page from top to bottom: group headings and lanes, each with its y and height in px. */
 function layOut(header, folded, available, tall) {
 	let many = 0, rest = 0;
-	for (const { kind, rows } of header.lanes) if (kind === "sm") many += rows; else rest += rows * ROW_PX[kind];
-	const heights = { ...ROW_PX, sm: many ? clamp(Math.floor((available - Math.min(rest, available / 2) - 60) / many), 3, 14) : 14 };
+	const hidden = (lane) => prefixes(lane.path).some((key) => folded.has(key));
+	for (const lane of header.lanes) {
+		if (hidden(lane)) continue;
+		if (["sm", "role"].includes(lane.kind)) many += lane.rows; else rest += lane.rows * ROW_PX[lane.kind];
+	}
+	const fit = clamp(Math.floor((available - Math.min(rest, available / 2) - 60) / many), 3, 14), heights = { ...ROW_PX, sm: fit, role: fit };
 	const entries = [], counts = new Map();
 	for (const lane of header.lanes) prefixes(lane.path).forEach((key) => counts.set(key, (counts.get(key) ?? 0) + 1));
 	let y = 0, last = [];
@@ -424,7 +427,7 @@ function layOut(header, folded, available, tall) {
 			y += GROUP_PX;
 		}
 		last = keys;
-		if (keys.some((key) => folded.has(key))) continue;
+		if (hidden(lane)) continue;
 		const rowHeight = Math.max(2, Math.round(heights[lane.kind] * tall));
 		const h = rowHeight * (lane.kind === "counter" ? 1 : lane.rows) + (rowHeight > 5 ? 1 : 0);
 		entries.push({ lane, depth: keys.length, y, h, rowHeight });
@@ -435,7 +438,6 @@ function layOut(header, folded, available, tall) {
 
 const prefixes = (path) => path.map((_, depth) => path.slice(0, depth + 1).join("\u0000"));
 
-/** Entries between two heights. */
 function entriesBetween(layout, top, bottom) {
 	let low = 0, high = layout.entries.length;
 	while (low < high) {
@@ -584,7 +586,7 @@ const MODES = { pan: ["Pan", "drag moves the picture"], zoom: ["Zoom", "drag dra
 
 class TimelineView {
 	constructor(root, header, store, options = {}) {
-		Object.assign(this, { root, header, store, options, t0: 0, t1: header.length, scroll: 0, tall: 1, mode: "pan", folded: new Set(), hidden: new Set(),
+		Object.assign(this, { root, header, store, options, t0: 0, t1: header.length, scroll: 0, tall: 1, mode: "pan", folded: new Set(header.folded), hidden: new Set(),
 			cursor: { t: header.length / 2, row: header.lanes[0]?.first ?? 0 }, selected: null, measured: null, brushed: null, frames: 0 });
 		this.painter = new Painter();
 		this.built = build(this);
@@ -657,7 +659,6 @@ class TimelineView {
 	zoom(factor, t = (this.t0 + this.t1) / 2) { this.setWindow(t - (t - this.t0) * factor, t + (this.t1 - t) * factor); }
 	pan(share) { this.setWindow(this.t0 + share * this.length, this.t1 + share * this.length); }
 
-	/** One frame, soon. */
 	draw() {
 		if (this.pending || !this.wide) return;
 		this.pending = requestAnimationFrame(() => {
@@ -853,9 +854,9 @@ function drawCounters(view, entries) {
 		if (entry.lane?.kind !== "counter") continue;
 		const low = first.values[entry.lane.lane], high = first.values[entry.lane.lane + 1];
 		const top = RULER + entry.y - view.scroll, base = top + entry.h - 2;
-		if (!entry.most) {
-			entry.most = 1e-300;
-			for (let i = low; i < high; i++) if (values.values[i] > entry.most) entry.most = values.values[i];
+		if (entry.most === undefined) {
+			entry.most = 0;
+			for (let i = low; i < high; i++) entry.most = Math.max(entry.most, values.values[i] || 0);
 		}
 		context.beginPath();
 		context.moveTo(GUTTER, base);
@@ -863,7 +864,7 @@ function drawCounters(view, entries) {
 		for (let i = Math.max(low, lowerBound(times.values, view.t0, low, high) - 1); i < high && times.values[i] <= view.t1; i++) {
 			const x = Math.max(GUTTER, view.xOf(times.values[i]));
 			context.lineTo(x, y);
-			y = base - (entry.h - 6) * Math.max(0, (values.values[i] || 0) / entry.most);
+			y = base - (entry.h - 6) * Math.max(0, (values.values[i] || 0) / (entry.most || 1));
 			context.lineTo(x, y);
 		}
 		context.lineTo(view.wide, y);
