@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,7 @@ from mok.views.timeline.columns import arguments, core
 from mok.views.timeline.counters import counter_columns
 from mok.views.timeline.facts import flows
 from mok.views.timeline.index import SpanIndex
+from mok.views.timeline.layout import KEYS
 from mok.views.timeline.links import parents
 from mok.views.timeline.pair import side_by_side, twins
 from mok.views.timeline.svg import picture
@@ -336,6 +339,18 @@ def test_core_columns_are_in_row_order() -> None:
         assert (trace.spans.lane[mine] == row).all()
         assert (np.diff(trace.spans.start_ns[mine]) >= 0).all()
     assert [index.keys[key].name for key in columns["key"][:40]] == [trace.spans.category[int(i)] for i in ids[:40]]
+
+
+def test_the_documented_keys_are_those_of_the_module() -> None:
+    root = Path(__file__).resolve().parent.parent
+    rows = re.findall(r"^\| (.+?) \| (.+?) \|$", (root / "docs/views.md").read_text(), re.MULTILINE)
+    assert tuple(rows[rows.index(("key", "does")) + 1 :]) == KEYS
+    module = (root / "mok/views/timeline/timeline.js").read_text()
+    bound = set(re.findall(r'"(Shift Arrow\w+|[^"\s]{1,2}|)": \(\) =>', module)) | set(
+        re.findall(r"[,\t {](\w+): (?:\(\) =>|follow)", module)
+    )
+    for key in ("ArrowLeft", "ArrowUp", "Shift ArrowLeft", "Shift ArrowUp", "+", "-", "Enter", "[", "]", "/", "?", *"zfnNmbxlct"):
+        assert key in bound, key
 
 
 def test_the_widget_keeps_data_out_of_its_saved_state() -> None:
