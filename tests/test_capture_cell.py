@@ -34,9 +34,9 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MOK_FAKE_NSYS_SKIP", "1")
     for index, _ in place._VARIABLES:
         monkeypatch.delenv(index, raising=False)
-    before = support.marked()
+    monkeypatch.setenv(support.TEST, str(tmp_path))
     yield
-    assert support.nobody_left(before)
+    assert support.nobody_left(tmp_path), support.marked(tmp_path)
 
 
 @pytest.mark.parametrize(

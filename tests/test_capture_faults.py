@@ -31,9 +31,9 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     for index, size in place._VARIABLES:
         monkeypatch.delenv(index, raising=False)
         monkeypatch.delenv(size, raising=False)
-    before = support.marked()
+    monkeypatch.setenv(support.TEST, str(tmp_path))
     yield
-    assert support.nobody_left(before), support.marked() - before
+    assert support.nobody_left(tmp_path), support.marked(tmp_path)
 
 
 def failing(
@@ -203,11 +203,11 @@ def test_sigterm_lets_the_report_be_finished(tmp_path: Path) -> None:
     environment = {**os.environ, "RANK": "1", "WORLD_SIZE": "3"}
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     log = tmp_path / "out/job7.rank0001.partial/log.txt"
-    end = time.monotonic() + 60
+    end = time.monotonic() + 120
     while time.monotonic() < end and not (log.is_file() and "step" in log.read_text()):
         time.sleep(0.1)
     process.send_signal(signal.SIGTERM)
-    out, said = process.communicate(timeout=60)
+    out, said = process.communicate(timeout=120)
     assert process.returncode == -signal.SIGTERM, (out, said, log.read_text() if log.is_file() else "")
     made = Capture.open(tmp_path / "out/job7.rank0001")
     assert made.record["ended"] == "SIGTERM"
@@ -235,6 +235,16 @@ def test_ranks_are_named_and_the_missing_listed(monkeypatch: pytest.MonkeyPatch,
         capture.nsys(SCRIPT, out=tmp_path, name="job", progress=False)
     with pytest.raises(InputError, match="no capture of ranks"):
         capture.collect(tmp_path, "other")
+
+
+def test_the_proof_that_nobody_is_left_can_fail(tmp_path: Path) -> None:
+    process = subprocess.Popen(["sleep", "60"], env={**os.environ, child.MARK: "left behind"}, start_new_session=True)
+    try:
+        assert support.marked(tmp_path) == {process.pid}
+        assert not support.nobody_left(tmp_path, 0.2)
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_the_sweep_finds_processes_of_other_sessions() -> None:

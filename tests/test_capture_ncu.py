@@ -30,9 +30,9 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     for index, size in place._VARIABLES:
         monkeypatch.delenv(index, raising=False)
         monkeypatch.delenv(size, raising=False)
-    before = support.marked()
+    monkeypatch.setenv(support.TEST, str(tmp_path))
     yield
-    assert support.nobody_left(before), support.marked() - before
+    assert support.nobody_left(tmp_path), support.marked(tmp_path)
 
 
 @pytest.fixture
@@ -117,6 +117,7 @@ def test_an_error_of_the_script_is_the_scripts(relaunch: None, tmp_path: Path) -
         capture.ncu(Script("1 / 0\n"), metrics=METRICS, out=tmp_path / "out", name="c1", limits=QUICK, progress=False)
 
 
+@pytest.mark.slow
 def test_a_workload_without_a_gpu_is_refused(relaunch: None, tmp_path: Path) -> None:
     with pytest.raises(CapabilityError, match="no CUDA GPU was found"):
         capture.ncu(Workload(direction="forward"), metrics=METRICS, out=tmp_path / "out", name="c1", limits=QUICK, progress=False)

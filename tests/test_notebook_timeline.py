@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from mok import notebook
 from mok.capture import in_kernel, library
-from mok.errors import MokError
 from mok.trace.metrics.kernel import account
 
 SOURCE = notebook.notebook_folder() / "30_timeline.ipynb"
@@ -30,8 +27,3 @@ def test_the_notebook_runs_without_a_gpu(tmp_path: Path) -> None:
     outputs = [output for cell in executed.cells if cell.cell_type == "code" for output in cell.outputs]
     assert sum("application/vnd.plotly.v1+json" in output.get("data", {}) for output in outputs) >= 8
     assert sum("application/vnd.jupyter.widget-view+json" in output.get("data", {}) for output in outputs) >= 2
-
-
-def test_a_capture_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(MokError, match="did you mean 'dsv3-uniform-on'"):
-        notebook.execute(SOURCE, tmp_path / "out.ipynb", {"source": "dsv3-uniform"})

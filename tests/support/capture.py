@@ -21,8 +21,11 @@ def install(folder: Path, name: str, script: str) -> Path:
     return path
 
 
-def marked() -> set[int]:
-    """Living processes that carry a capture's mark, this one aside."""
+TEST = "MOK_CAPTURE_TEST"  # which test a process belongs to: tests run side by side
+
+
+def marked(test: Path) -> set[int]:
+    """Living processes that carry a capture's mark and were started by the test in the folder `test`."""
     found = set()
     for entry in Path("/proc").glob("[0-9]*"):
         try:
@@ -30,7 +33,8 @@ def marked() -> set[int]:
             state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
         except OSError:
             continue
-        if state != "Z" and int(entry.name) != os.getpid() and any(word.startswith(b"MOK_CAPTURE_MARK=") for word in words):
+        mine = f"{TEST}={test}".encode() in words and any(word.startswith(b"MOK_CAPTURE_MARK=") for word in words)
+        if mine and state != "Z" and int(entry.name) != os.getpid():
             found.add(int(entry.name))
     return found
 
@@ -47,11 +51,11 @@ def interrupt_when_written(path: Path, wait_s: float = 60.0) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def nobody_left(before: set[int], wait_s: float = 2.0) -> bool:
-    """True once no process with a capture's mark is left that was not there before."""
+def nobody_left(test: Path, wait_s: float = 2.0) -> bool:
+    """True once no process of a capture of this test is left."""
     end = time.monotonic() + wait_s
     while time.monotonic() < end:
-        if not marked() - before:
+        if not marked(test):
             return True
         time.sleep(0.05)
     return False
