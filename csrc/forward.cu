@@ -51,6 +51,15 @@ __device__ __forceinline__ void producer_thread(const ForwardParams& p, const Pr
       u32 full = smem + kFull + 8 * s.index();
       u32 stage = smem + s.index() * kStageBytes;
       mbar_wait(smem + kEmpty + 8 * s.index(), s.phase() ^ 1);
+#if MOK_TILE == 2
+      // each CTA fetches its own rows and one half of the weight tile; both halves of the pair count at CTA 0's barrier
+      u32 leader = peer_address(full, 0);
+      if (cta == 0) mbar_expect(full, 2 * kStageBytes);
+      tma_load_3d_pair(stage + kBytesA, cta ? second : first, leader, k * kTileK, b_row + cta * b_step, t.expert);
+      tma_load_2d_pair(stage, a, leader, k * kTileK, a_row);
+      ++s.count;
+      continue;
+#endif
       mbar_expect(full, mine ? kStageBytes : 0);
       if (pair) {
         // each CTA fetches one half of the weight tile they share and sends it to both
@@ -162,12 +171,17 @@ struct Consumer : Stages {
       u32 stall = 0;
       // the span starts when the first operands have landed, so waiting for rows never counts as multiplying
       wait();
+#if MOK_TILE == 2
+      multiply(acc, steps, stall);
+      env.trace->begin(kEpilogue + t.kind, mini, block);  // the multiplier has a lane of its own
+#else
       env.trace->begin(kMma + t.kind, mini, block);
       multiply(acc, steps, stall);
       env.trace->turn(t.kind, mini, block, tile, stall);
+#endif
       if (lane == 0) acquire_output(env, problem, flags, t, block);
       __syncwarp();
-      int row = block * kBlockRows - t.macro * problem.ring + group * 64 + warp * 16;
+      int row = block * kBlockRows - t.macro * problem.ring + group * kGroupRows + warp * kWarpRows;
       int rows = shared ? p.shared_rows - row : 16;
       if (is_down) {
         down(acc, t, tile, row, rows);
@@ -182,6 +196,27 @@ struct Consumer : Stages {
     }
   }
 };
+
+#if MOK_TILE == 2
+// One thread of CTA 0 multiplies for the pair, task by task, without waiting for epilogues but for a free accumulator.
+__device__ __forceinline__ void multiplier_thread(const Problem& problem, DeviceEnv& env, u32 smem) {
+  RingPlace<kQueue> q;
+  Multiplier multiplier{env, smem, RingPlace<kStages>{}, RingPlace<kAccumulators>{}};
+  for (;;) {
+    mbar_wait_cluster(smem + kTaskFull + 8 * q.index(), q.phase());
+    ComputeTask t = read_task(smem + kTasks + 4 * kQueueWords * q.index());
+    mbar_arrive(smem + kTaskEmpty + 8 * q.index());
+    ++q.count;
+    if (t.kind == kDone) return;
+    bool down = t.kind == kDown || t.kind == kDownShared;
+    int mini = problem.mini_index(t.macro, t.mini);
+    u32 stall = 0;
+    env.trace->begin(kMma + t.kind, mini, t.block);
+    multiplier.tile((down ? problem.intermediate : problem.hidden) / kTileK, stall);
+    env.trace->finish(t.kind, mini, t.tile, stall);
+  }
+}
+#endif
 
 // A faulty schedule: nothing is computed and everything a caller may look at is NaN.
 __device__ __forceinline__ void poison(const ForwardParams& p) {
@@ -213,7 +248,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(mok::kThr
   }
   Problem problem{p.hidden, p.intermediate, p.shared_rows, p.num_experts, num_rows, p.ring, p.minibatch, p.rank, p.ep,
                   MOK_COMBINE_COMM, p.mode, p.tokens_per_expert};
-  int shared_blocks = ceil_div(p.shared_rows, kBlockRows), row_blocks = p.max_rows / kBlockRows;
+  int shared_blocks = ceil_div(p.shared_rows, kBlockRows * kBlocksTogether) * kBlocksTogether, row_blocks = p.max_rows / kBlockRows;
   int* array = p.sync + kFlagArrays;
   Flags flags{array, array + p.max_minis, array + p.max_minis + shared_blocks,
               array + p.max_minis + shared_blocks + row_blocks, array + p.max_minis + shared_blocks + 2 * row_blocks};
@@ -235,6 +270,12 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(mok::kThr
   }
   if (p.mode == kCommOnly) return;
 
+#if MOK_TILE == 2
+  if (warp == 3) tensor_allocate(smem + kTensorBase);
+  tensor_fence_before();
+  cluster_sync();  // both CTAs' tensor memory is there
+  tensor_fence_after();
+#endif
   if (warp < 4) {
     registers_drop<40>();
     if (warp == 0 && lane == 0) {
@@ -246,15 +287,25 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(mok::kThr
     } else if (warp == 1 && lane == 0 && cta == 0) {
       scheduler_thread<ComputeWalker>(p.sync + kComputeTicket, problem, smem);
     }
+#if MOK_TILE == 2
+    else if (warp == 2 && lane == 0 && cta == 0) {
+      trace.open(p.trace, p.trace_records, 3, kMmaLane, smem + kTraceState);
+      multiplier_thread(problem, env, smem);
+      trace.close();
+    }
+#endif
   } else {
     registers_raise<232>();
     int group = (warp - 4) / 4;
     if (warp % 4 == 0 && lane == 0) trace.open(p.trace, p.trace_records, 1 + group, kConsumerLane, smem + kTraceState);
-    Consumer consumer{{env, smem, cta, group, warp % 4, lane, RingPlace<kStages>{}}, p, problem, flags};
+    Consumer consumer{{env, smem, cta, group, warp % 4, lane, {}}, p, problem, flags};
     fetch_first<MOK_MXFP8>(p, problem, flags, env, smem + kFirstTicket, thread - 128);
     consumer.run();
     trace.close();
   }
   // nobody leaves while the other CTA may still write to its shared memory
   cluster_sync();
+#if MOK_TILE == 2
+  if (warp == 3) tensor_free((u32)shared_load(smem + kTensorBase));
+#endif
 }

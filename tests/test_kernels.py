@@ -98,7 +98,7 @@ def test_small_kernels_compile_without_spills(source, defines):
 
 
 # Calls of trace lanes, and everything that exists only for them; what is left must not mention a trace object.
-TRACE_CALL = re.compile(r"(?:env\.)?\btrace(?:->|\.)(?:begin|end|turn|open|close)\([^;]*\);")
+TRACE_CALL = re.compile(r"(?:env\.)?\btrace(?:->|\.)(?:begin|end|turn|finish|open|close)\([^;]*\);")
 TRACE_ONLY = (
     "u32 before = env.trace->blocked(smem + kFull + 8 * stage.index(), stage.phase());",
     "if (before != 0) stall += env.trace->tick() - before;",

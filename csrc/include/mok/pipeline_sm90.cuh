@@ -1,23 +1,28 @@
 // What both megakernels share: a CTA's threads and shared memory, the queue of tasks of a cluster, and the stages between
-// the producer's TMA loads and the consumers' wgmma.
+// the producer's TMA loads and the consumers, whose multiplication is wgmma, mma.sync or tcgen05 (MOK_TILE).
 //
 // A kernel names its task before including this: #define MOK_TASK ComputeTask.
 #pragma once
 
 #include "mok/comm_sm90.cuh"
 #include "mok/epilogue.cuh"
+#include "mok/tile_portable.cuh"
+#include "mok/tile_sm100.cuh"
 
 namespace mok {
 
 constexpr int kThreads = 384;
-constexpr int kStages = 4;
+constexpr int kStages = kTile == kTileSm100 ? 6 : 4;
 constexpr int kTileK = 64;
 constexpr int kBytesA = kBlockRows * kTileK * 2;
-constexpr int kBytesB = 256 * kTileK * 2;
+constexpr int kBytesB = (kTile == kTileSm100 ? 128 : 256) * kTileK * 2;  // a pair's CTAs hold one half each
 constexpr int kStageBytes = kBytesA + kBytesB;
 constexpr int kQueue = 2;  // tasks drawn ahead of the one in work
 constexpr int kQueueWords = sizeof(MOK_TASK) / 4;
 constexpr int kConsumerWarps = 8;
+// A consumer warp has 16 rows of the CTA's tile: at group * kGroupRows + warp * kWarpRows.
+constexpr int kGroupRows = kTile == kTileSm100 ? 16 : 64;
+constexpr int kWarpRows = kTile == kTileSm100 ? 32 : 16;
 
 // Shared memory: stages and patches of a computing CTA, or the slots of a communication CTA; then barriers of both.
 constexpr int kPatches = kStages * kStageBytes;
@@ -32,7 +37,12 @@ constexpr int kFirstTicket = kRole + 4;
 constexpr int kNumRows = kRole + 8;
 constexpr int kCommBarriers = kRole + 16;
 constexpr int kTraceState = kCommBarriers + kCommWarps * kCommSlots * 8;
-constexpr int kSharedBytes = kTraceState + kTraceLanes * kTraceStateBytes;
+// tcgen05 only: accumulators full and empty, and where they are
+constexpr int kAccumulators = 2;
+constexpr int kSumFull = kTraceState + kTraceLanes * kTraceStateBytes;
+constexpr int kSumEmpty = kSumFull + 8 * kAccumulators;
+constexpr int kTensorBase = kSumEmpty + 8 * kAccumulators;
+constexpr int kSharedBytes = kTile == kTileSm100 ? kTensorBase + 16 : kTraceState + kTraceLanes * kTraceStateBytes;
 static_assert(kCommWarps * kCommPoolBytes <= kBarriers, "the slots of communication warps lie below all barriers");
 static_assert(kSharedBytes <= 227 * 1024, "shared memory of one CTA");
 static_assert(kTasks % 16 == 0 && kQueueWords % 4 == 0, "tasks are read 16 bytes at a time");
@@ -51,11 +61,17 @@ __device__ __forceinline__ Start start_cluster(u32 smem, u32 cta, int thread, in
   if (thread == 0) {
     for (int i = 0; i < kStages; ++i) {
       mbar_init(smem + kFull + 8 * i, 1);
-      mbar_init(smem + kEmpty + 8 * i, 2 * kConsumerWarps);
+      mbar_init(smem + kEmpty + 8 * i, kTile == kTileSm100 ? 1 : 2 * kConsumerWarps);
     }
     for (int i = 0; i < kQueue; ++i) {
       mbar_init(smem + kTaskFull + 8 * i, 1);
-      mbar_init(smem + kTaskEmpty + 8 * i, 2 * (kConsumerWarps + 1));
+      mbar_init(smem + kTaskEmpty + 8 * i, 2 * (kConsumerWarps + 1) + (kTile == kTileSm100 ? 1 : 0));
+    }
+    if (kTile == kTileSm100) {
+      for (int i = 0; i < kAccumulators; ++i) {
+        mbar_init(smem + kSumFull + 8 * i, 1);
+        mbar_init(smem + kSumEmpty + 8 * i, 2 * kConsumerWarps);
+      }
     }
     mbar_init_fence();
     if (cta == 0) {
@@ -149,6 +165,62 @@ enum Form : int {
   kColumnsByColumns = 2,  // both with their output dimension contiguous
 };
 
+#if MOK_TILE == 2
+// The consumers of a pair: they wait for a finished accumulator and read it; one thread of CTA 0 multiplies (Multiplier).
+struct Stages {
+  DeviceEnv& env;
+  u32 smem;
+  u32 cta;
+  int group;  // warpgroup 0 or 1: warps of one number read the same 32 lanes of tensor memory, 16 rows each
+  int warp;   // 0..3 in the group
+  int lane;
+  RingPlace<kAccumulators> sum;
+
+  __device__ __forceinline__ void wait() const { mbar_wait(smem + kSumFull + 8 * sum.index(), sum.phase()); }
+
+  // acc = the finished tile; its steps and stalls are the multiplier's business.
+  __device__ __forceinline__ void multiply(float (&acc)[128], int, u32&) {
+    wait();
+    tensor_fence_after();
+    u32 base = (u32)shared_load(smem + kTensorBase);
+    tensor_load(acc, base + ((u32)(group * kGroupRows + warp * kWarpRows) << 16) + sum.index() * 256);
+    tensor_fence_before();
+    __syncwarp();
+    if (lane == 0) mbar_arrive_cluster(peer_address(smem + kSumEmpty + 8 * sum.index(), 0));
+    ++sum.count;
+  }
+  __device__ __forceinline__ void skip(int) {}  // pairs only: both CTAs have every tile
+};
+
+// The one thread that multiplies for both CTAs.
+struct Multiplier {
+  DeviceEnv& env;
+  u32 smem;
+  RingPlace<kStages> stage;
+  RingPlace<kAccumulators> sum;
+
+  __device__ __forceinline__ void tile(int steps, u32& stall) {
+    constexpr u32 kInstruction = instruction_descriptor(256, 256);
+    mbar_wait_cluster(smem + kSumEmpty + 8 * sum.index(), sum.phase() ^ 1);
+    tensor_fence_after();
+    u32 d = (u32)shared_load(smem + kTensorBase) + sum.index() * 256;
+    for (int k = 0; k < steps; ++k) {
+      u32 before = env.trace->blocked(smem + kFull + 8 * stage.index(), stage.phase());
+      mbar_wait_cluster(smem + kFull + 8 * stage.index(), stage.phase());
+      if (before != 0) stall += env.trace->tick() - before;
+      tensor_fence_after();
+      u64 a = tensor_descriptor(smem + stage.index() * kStageBytes);
+      u64 b = tensor_descriptor(smem + stage.index() * kStageBytes + kBytesA);
+#pragma unroll
+      for (int j = 0; j < kTileK / 16; ++j) tensor_multiply(d, a + 2 * j, b + 2 * j, kInstruction, k | j);
+      tensor_commit(smem + kEmpty + 8 * stage.index());
+      ++stage.count;
+    }
+    tensor_commit(smem + kSumFull + 8 * sum.index());
+    ++sum.count;
+  }
+};
+#else
 struct Stages {
   DeviceEnv& env;
   u32 smem;
@@ -165,6 +237,33 @@ struct Stages {
     if (lane < 2) mbar_arrive(peer_address(smem + kEmpty + 8 * index, lane));
   }
 
+#if MOK_TILE == 1
+  // acc = A B over `steps` stages.
+  __device__ __forceinline__ void multiply(float (&acc)[128], int steps, u32& stall) {
+#pragma unroll
+    for (int i = 0; i < 128; ++i) acc[i] = 0.0f;
+    add_products(acc, steps, kRowsByRows, stall);
+  }
+  // acc += A B over `steps` stages of operands that lie as `form` says.
+  __device__ __forceinline__ void add_products(float (&acc)[128], int steps, int form, u32& stall) {
+    for (int k = 0; k < steps; ++k) {
+      u32 before = env.trace->blocked(smem + kFull + 8 * stage.index(), stage.phase());
+      wait();
+      if (before != 0) stall += env.trace->tick() - before;
+      u32 a = address() + group * (kBytesA / 2), b = address() + kBytesA;
+      if (form == kRowsByRows) {
+        portable_stage<false, false>(acc, a, b, warp, lane);
+      } else if (form == kRowsByColumns) {
+        portable_stage<false, true>(acc, a, b, warp, lane);
+      } else {
+        portable_stage<true, true>(acc, a, b, warp, lane);
+      }
+      __syncwarp();  // every lane has read its part
+      release(stage.index());
+      ++stage.count;
+    }
+  }
+#else
   // acc = A B over `steps` stages.
   __device__ __forceinline__ void multiply(float (&acc)[128], int steps, u32& stall) {
     int previous = 0;
@@ -227,6 +326,8 @@ struct Stages {
     wgmma_commit();
   }
 
+#endif
+
   // A tile the task does not have: keep the stages turning, the other CTA counts on it.
   __device__ __forceinline__ void skip(int steps) {
     for (int k = 0; k < steps; ++k) {
@@ -236,5 +337,7 @@ struct Stages {
     }
   }
 };
+
+#endif
 
 }  // namespace mok

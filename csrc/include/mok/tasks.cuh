@@ -53,6 +53,15 @@ enum Kind : int {
 #endif
 constexpr bool kRecompute = MOK_RECOMPUTE;
 
+// Which matrix unit multiplies: wgmma (SM90), mma.sync (any of SM90 and newer), or tcgen05 on a pair of CTAs (SM100).
+enum Tile : int { kTileSm90 = 0, kTilePortable = 1, kTileSm100 = 2 };
+#ifndef MOK_TILE
+#define MOK_TILE 0
+#endif
+constexpr int kTile = MOK_TILE;
+// A pair multiplies two row blocks or none: experts' rows are padded to 256 there, and the shared expert's blocks are even.
+constexpr int kBlocksTogether = kTile == kTileSm100 ? 2 : 1;
+
 enum Mode : int { kEverything = 0, kCommOnly = 1, kComputeOnly = 2 };
 
 MOK_HD int ceil_div(int a, int b) { return (a + b - 1) / b; }
@@ -158,7 +167,7 @@ struct ComputeWalker {
   MOK_HD void count_tasks() { tasks = seg_blocks / 2 * tiles() + seg_blocks % 2 * ((tiles() + 1) / 2); }
 
   MOK_HD void open_shared() {
-    seg_blocks = ceil_div(problem->shared_rows, kBlockRows);
+    seg_blocks = ceil_div(problem->shared_rows, kBlockRows * kBlocksTogether) * kBlocksTogether;
     count_tasks();
   }
 

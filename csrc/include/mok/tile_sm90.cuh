@@ -4,6 +4,8 @@
 // shared memory are 32-bit offsets throughout, as PTX wants them.
 #pragma once
 
+#include "mok/tasks.cuh"
+
 namespace mok {
 
 using u32 = unsigned int;
@@ -67,11 +69,11 @@ __device__ __forceinline__ void mbar_wait_cluster(u32 bar, u32 parity) {
   }
 }
 
-// A place in a ring of kSize mbarriers (a power of two): one counter holds both index and phase.
+// A place in a ring of kSize mbarriers: one counter holds both index and phase.
 template <int kSize>
 struct RingPlace {
   u32 count = 0;
-  __device__ __forceinline__ int index() const { return count & (kSize - 1); }
+  __device__ __forceinline__ int index() const { return count % kSize; }
   __device__ __forceinline__ u32 phase() const { return count / kSize & 1; }
 };
 
@@ -213,7 +215,7 @@ __device__ __forceinline__ void load_or_zero(float& a, float& b, float& c, float
 __device__ __forceinline__ void accumulators_ready(float (&d)[128]) {
 #pragma unroll
   for (int i = 0; i < 128; ++i) asm volatile("" : "+f"(d[i])::"memory");
-  wgmma_fence();
+  if (kTile == kTileSm90) wgmma_fence();
 }
 // d[64x256] = a[64x16] b[256x16]^T (+ d when `accumulate`). Lane l of warp w holds rows 16w + l/4 and + 8; in them
 // d[4j], d[4j+1] are columns 8j + 2(l%4), + 1 of the first row and d[4j+2], d[4j+3] of the second.

@@ -17,7 +17,7 @@ namespace mok {
 // Events: kLoad, kMma and kEpilogue are followed by one number per GEMM kind (Kind), kWait by one per Place.
 enum TraceEvent : int { kLoad = 0, kMma = 4, kEpilogue = 8, kDispatchUnit = 12, kCombineUnit = 13, kQuantize = 14, kStall = 15, kWait = 16 };
 enum TracePhase : int { kBegin = 0, kEnd = 1, kValue = 2 };
-enum TraceRole : int { kProducerLane = 0, kConsumerLane = 1, kCommLane = 2 };
+enum TraceRole : int { kProducerLane = 0, kConsumerLane = 1, kCommLane = 2, kMmaLane = 3 };
 
 constexpr int kTraceStateBytes = 32;
 constexpr int kTraceLanes = 8;  // slices per CTA: producer and two consumers, or eight communication warps
@@ -135,6 +135,15 @@ struct TraceLane {
     keep(c);
   }
 
+  // The same where another lane has the epilogue.
+  __device__ __forceinline__ void finish(int kind, int mini, int tile, unsigned int stall) const {
+    if (state == 0) return;
+    Cursor c = cursor();
+    c.add(kMma + kind, kEnd, mini, tile, now_low() - c.start);
+    c.add(kStall, kValue, mini, 0, stall);
+    keep(c);
+  }
+
   __device__ __forceinline__ void close() const {
     if (state == 0) return;
     TraceSlice* header = slice();
@@ -153,6 +162,7 @@ struct TraceLane {
   MOK_HD void begin(int, int, int) {}
   MOK_HD void end(int, int, int) {}
   MOK_HD void turn(int, int, int, int, unsigned int) {}
+  MOK_HD void finish(int, int, int, unsigned int) {}
   MOK_HD unsigned int tick() const { return 0; }
   MOK_HD unsigned int blocked(unsigned int, unsigned int) const { return 0; }
   MOK_HD void close() {}

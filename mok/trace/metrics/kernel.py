@@ -84,6 +84,10 @@ def account(trace: Trace) -> SmAccounting:
     name, category = spans.name.decode(), spans.category.decode()
     life = np.flatnonzero(category == "kernel")
     require(len(life) > 0 and bool((name[life] == "compute CTA").any()), "no computing SM in this trace; record a launch first.")
+    paired = any(str(label).endswith(" mma") for label, kind in zip(labels, kinds, strict=True) if kind == "role")
+    require(
+        not paired, "SM time accounting knows consumers that multiply; this is a trace of the tcgen05 tile, which was never run."
+    )
     t0, t1 = int(begin[life].min()), int(end[life].max())
     total = dict.fromkeys(CLASSES, 0.0)
     exposed_by: dict[int, float] = {}

@@ -62,7 +62,7 @@ _ROW_PLACES = ("hidden_ready", "y_ready", "d_hidden_ready", "dx_ready", "dx_done
 _BY_BLOCK = np.array([name.split()[-1] in (*_ROW_KINDS, *_ROW_PLACES) for name in EVENTS])
 _IS_MMA, _IS_WAIT = (np.array([category == wanted for category in CATEGORIES]) for wanted in ("mma", "wait"))
 STALL = EVENTS.index("stall")
-ROLES = ("producer", "consumer", "comm")
+ROLES = ("producer", "consumer", "comm", "mma")  # mma: the one thread that multiplies for a pair, tcgen05 only
 _BEGIN, _END, _VALUE = 0, 1, 2
 _MAX_HEADER = 1 << 20
 _TURN_NS = 1 << 32
@@ -284,7 +284,7 @@ def _lanes(slices: Any, used: Any, header: dict[str, Any]) -> tuple[Lanes, dict[
     rank, rows = header["rank"], []
     for slot, entry in zip(used.tolist(), slices, strict=True):
         role, part = ROLES[min(int(entry["role"]), len(ROLES) - 1)], slot % LANES_PER_CTA
-        number = "" if role == "producer" else f" {part - (role == 'consumer')}"
+        number = "" if role in ("producer", "mma") else f" {part - (role == 'consumer')}"
         rows.append((rank, 0, 0, "role", f"SM {int(entry['sm']):03d} {role}{number}"))
     ctas, first = np.unique(used // LANES_PER_CTA, return_index=True)
     cta = np.searchsorted(ctas, used // LANES_PER_CTA)
