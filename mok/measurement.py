@@ -145,7 +145,8 @@ class Measurement:
         """Engine, device and the phases' medians in one line."""
         phases = ", ".join(f"{phase} {timing.median_ms:.3f} ms" for phase, timing in self.timings.items())
         bits = "same bits" if self.same_bits else "BITS DIFFER"
-        return f"Measurement({self.engine_label} on {self.device_label}: {phases}; {bits}; {self.workload.routing}, EP {self.workload.ep})"
+        what = f"{self.workload.routing}, EP {self.workload.ep}"
+        return f"Measurement({self.engine_label} on {self.device_label}: {phases}; {bits}; {what})"
 
     _repr_mimebundle_ = display.bundle
 

@@ -65,8 +65,8 @@ class DeviceRanks(ProcessRanks):
         """See `Ranks.allocate`. Collective. Raises InputError for ranks that ask for other sizes, PeerTimeoutError."""
         import torch.distributed._symmetric_memory as symmetric
 
-        index = torch.cuda.current_device() if device.index is None else device.index
-        self.device = torch.device("cuda", index)
+        current = device.type == "cuda" and device.index is None
+        self.device = torch.device("cuda", torch.cuda.current_device()) if current else device
         self._serial = next(_serials[self.group.group_name])
         layout = {**peers, **own, **_MEETING}
         offsets, num_bytes = _offsets(layout)
@@ -121,7 +121,9 @@ class DeviceRanks(ProcessRanks):
                 try:
                     store.wait([f"{where}/{peer}"], datetime.timedelta(seconds=left))
                     said[peer] = store.get(f"{where}/{peer}").decode()
-                except dist.DistStoreError:
+                except dist.DistNetworkError:
+                    raise
+                except RuntimeError:  # each kind of store says in its own words that it waited too long
                     late.append(peer)
         except dist.DistNetworkError as error:
             raise self._missing(place, f"the store of the group is gone ({_first_line(error)})", 1) from None

@@ -250,6 +250,38 @@ def test_rank_that_dies_inside_an_exchange(worlds: dict[int, World]) -> None:
     assert survivor["again"]["kind"] == "WorkspaceError"
 
 
+@pytest.mark.parametrize("size", [3, 4])
+@pytest.mark.parametrize("name", ["uneven-bf16", "one_rank-bf16", "uneven-mxfp8", "layers"])
+def test_ranks_that_map_each_others_memory_give_the_same_bits(worlds: dict[int, World], size: int, name: str) -> None:
+    ours = whole([seen[name] for seen in worlds[size].results("shared_memory")])
+    case, _, precision = name.partition("-")
+    assert bits(ours) == bits(virtual("uneven" if case == "layers" else case, precision or "bf16", size))
+
+
+@pytest.mark.parametrize("size", [3, 4])
+def test_what_ranks_that_map_memory_say_of_each_other(worlds: dict[int, World], size: int) -> None:
+    seen = worlds[size].results("shared_memory")
+    assert all("symmetric memory" in part["repr"] for part in seen)
+    assert {part["sizes"]["kind"] for part in seen} == {"InputError"}
+    assert all("do not agree at making a workspace: rank 0: a workspace of" in part["sizes"]["text"] for part in seen)
+    for rank, part in enumerate(seen):
+        drained, late = part["drained"], part["late"]
+        # the drained rank's own kernel would have left a record of its own; here nobody did
+        if rank < size - 1:
+            assert drained["error"]["kind"] == "LocalTimeoutError"
+            assert f"rank {size - 1} drained a launch and said so at barrier" in drained["error"]["text"]
+            assert drained["again"]["kind"] == "WorkspaceError"
+        assert drained["nan"]
+        assert drained["seconds"] < 30
+        assert late["nan"]
+        assert late["error"]["kind"] == "PeerTimeoutError"
+        assert f"{size - 1} of {size} ranks arrived" in late["error"]["text"]
+        assert late["again"]["kind"] == "WorkspaceError"
+    # one time-out for all meetings of a step, and the late rank hears of it instead of waiting itself
+    assert all(1.5 < part["late"]["seconds"] < 5 for part in seen[:-1])
+    assert seen[-1]["late"]["seconds"] < 1.5
+
+
 def test_rank_killed_in_mid_step_ends_all_others_and_leaves_nobody(worlds: dict[int, World]) -> None:
     survivors = worlds[3].results("killed")
     assert len(survivors) == 2

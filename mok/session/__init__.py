@@ -13,13 +13,14 @@ from mok.session.device import device_facts
 from mok.session.doctor import Capability, capabilities
 
 if TYPE_CHECKING:
-    from mok.session.pool import RankPool, RankRun, launch, ranks
+    from mok.session.pool import RankPool, launch, ranks
+    from mok.session.run import RankRun
     from mok.session.where import Allocation, allocation
 
 _LAZY = {
     "Allocation": "mok.session.where",
     "RankPool": "mok.session.pool",
-    "RankRun": "mok.session.pool",
+    "RankRun": "mok.session.run",
     "allocation": "mok.session.where",
     "launch": "mok.session.pool",
     "ranks": "mok.session.pool",

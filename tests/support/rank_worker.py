@@ -244,6 +244,62 @@ def dies(rank: int, size: int) -> Results:
     return _without(rank, size, size - 1, lambda: end(rank))
 
 
+def shared_memory(rank: int, size: int) -> Results:
+    """Steps over memory that all ranks map, as GPUs do: digests, layers in turn, then a drained launch, then a late peer."""
+    from support.shared_memory import installed
+
+    found: Results = {}
+    with installed(Path(sys.argv[2]), rank, delay_s=0.01):
+        for name, precision in (("uneven", "bf16"), ("one_rank", "bf16"), ("uneven", "mxfp8")):
+            case, workspace = mine(name, rank, size)
+            found[f"{name}-{precision}"] = run_step(case, precision, config=WIDE, workspace=workspace)
+            workspace.check()
+        case, workspace = mine("uneven", rank, size)
+        other = dataclasses.replace(case, top_experts=case.top_experts.flip(1), x=case.x.flip(0).contiguous())
+        first, second = (Step(part, workspace, config=WIDE) for part in (case, other))
+        out = first.forward()
+        second.build()
+        second.build()  # a rank may be a whole schedule ahead of another one
+        second.forward()
+        second.backward()
+        first.recompute()
+        second.recompute()
+        first.recompute()
+        found["layers"] = {"out": out} | first.backward()
+        found["repr"] = repr(workspace)
+        longer = error_of(lambda: space(dist.group.WORLD, (300 + 64 * (rank == 0),)))
+        found["sizes"] = longer
+        found["drained"] = lost(*mine("uneven", rank, size), drained=rank == size - 1)
+        os.environ["MOK_TIMEOUT_PEER"] = "2"
+        found["late"] = lost(*mine("uneven", rank, size), late=rank == size - 1)
+    return found
+
+
+def lost(case: LayerInputs, workspace: MoKWorkspace, *, drained: bool = False, late: bool = False) -> Results:
+    """What a forward says that cannot end well. drained: this rank's launch gives up after the rows are there; late: it
+    starts when the others have given up."""
+    step = Step(case, workspace, config=WIDE)
+    step.build()
+    dist.barrier()
+    time.sleep(4 * late)
+    started = time.monotonic()
+    if drained:
+        meet = workspace.ranks.meet
+
+        def meeting(fault: torch.Tensor, status: torch.Tensor | None = None) -> None:
+            if status is not None and not getattr(step, "met", False):
+                meet(fault, status)
+                step.met = True
+                status.fill_(-4)
+                return
+            meet(fault, status)
+
+        workspace.ranks.meet = meeting
+    out = step.forward()
+    found = {"nan": bool(out.isnan().all()), "seconds": time.monotonic() - started, "error": error_of(workspace.check)}
+    return found | {"again": error_of(step.build)}
+
+
 def killed(rank: int, size: int) -> Results:
     """Rank 1 is killed in mid-step, with 10 seconds for peers to arrive."""
 
@@ -286,8 +342,8 @@ def groups_without_gloo(rank: int, size: int) -> Results:
 CHECKS: dict[int, tuple[Callable[[int, int], Results], ...]] = {
     1: (steps, recompute, route_fault, groups_without_gloo),
     2: (steps, recompute, route_fault, disagreement, cache, layer, dies),
-    3: (steps, killed),
-    4: (steps, recompute, route_fault, capacity_fault, disagreement, subset, never_arrives),
+    3: (steps, shared_memory, killed),
+    4: (steps, recompute, route_fault, capacity_fault, disagreement, subset, shared_memory, never_arrives),
     8: (steps,),
 }
 
