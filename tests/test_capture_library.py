@@ -17,7 +17,7 @@ from mok.trace.metrics.delay import launch_delay
 from mok.trace.metrics.kernel import account
 from mok.trace.metrics.overlap import overlap
 from mok.trace.metrics.syncs import HostSyncs, host_syncs
-from mok.trace.metrics.tensor import tensor_pipe
+from mok.trace.metrics.tensor import sampled, tensor_pipe
 from mok.trace.metrics.value import Unknown
 from mok.trace.metrics.whatif import host_what_if
 from mok.trace.read import open_trace
@@ -147,6 +147,9 @@ def test_tensor_time_agrees_with_ncu(shipped: dict[str, Capture]) -> None:
     assert counters.clock_control == "none"
     by_ncu = counters.of("mok_forward", TENSOR)
     assert abs(100 * tensor_pipe(inside).value - by_ncu) <= 5
+    seen = sampled(shipped["dsv3-uniform-on"].trace, "Tensor Active", *inside.window_ns)
+    assert abs(seen.value - by_ncu) <= 5
+    assert isinstance(sampled(shipped["dsv3-zipf-on"].trace, "Tensor Active", *inside.window_ns), Unknown)
     # the mean of the warpgroups lies below: one's wait is hidden by the other's multiplication
     assert 100 * account(inside).shares["tensor"] < by_ncu
 

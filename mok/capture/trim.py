@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mok.trace.columns import Counters
+from mok.trace.columns import Counters, Lanes
 from mok.trace.model import Trace
 
 MARGIN_NS = 50_000
@@ -45,4 +45,16 @@ def trimmed(trace: Trace, texts: Sequence[str]) -> Trace:
         kernel = kept.category.where("kernel")
         pairs = zip(process[kernel].tolist(), kept.correlation[kernel].tolist(), strict=True)
         coverage["kernels_with_api"] = sum(pair in calls for pair in pairs)
-    return Trace(kept, counters, trace.lanes, dataclasses.replace(trace.meta, coverage=coverage))
+    return used_lanes(Trace(kept, counters, trace.lanes, dataclasses.replace(trace.meta, coverage=coverage)))
+
+
+def used_lanes(trace: Trace) -> Trace:
+    """The same trace without lanes on which nothing happened: threads of compilers and of the profiler itself."""
+    used = np.zeros(len(trace.lanes), bool)
+    used[trace.spans.lane] = True
+    used[trace.counters.lane] = True
+    place = (np.cumsum(used) - 1).astype(np.int32)
+    spans = dataclasses.replace(trace.spans, lane=place[trace.spans.lane])
+    counters = dataclasses.replace(trace.counters, lane=place[trace.counters.lane])
+    lanes = Lanes.of([row for row, keep in zip(trace.lanes.rows(), used.tolist(), strict=True) if keep])
+    return Trace(spans, counters, lanes, trace.meta)

@@ -24,13 +24,11 @@ _HATCHES = ("", ".", "x", "/", "\\", "", "")
 
 
 def counters_table(counters: Counters) -> str:
-    """HTML: one row per part, one column per counter."""
+    """HTML: one column per part, one row per counter."""
     header, rows = counters.table()
-    text = [
-        tuple(f"{cell:,.4g}" if isinstance(cell, float) else str(cell if cell is not None else "") for cell in row)
-        for row in rows
-    ]
-    return table(text, tuple(header))
+    columns = [[f"{cell:,.4g}" if isinstance(cell, float) else str(cell or "") for cell in row] for row in rows]
+    lines = [tuple(line) for line in zip(header[1:], *(column[1:] for column in columns), strict=True)]
+    return table(lines, ("", *(column[0] for column in columns)))
 
 
 def facts_table(capture: Capture) -> str:
@@ -77,7 +75,7 @@ def bridge_table(trace: Trace) -> str:
         )
     if found.get("marker_residuals_ns"):
         said = ", ".join(f"{residual} ns" for residual in found["marker_residuals_ns"])
-        rows.append(("held out: markers", f"the kernel saw the host's write {said} after the host noted it"))
+        rows.append(("held out: markers", f"{said} outside the interval in which the host wrote what the kernel waited for"))
     return table(rows)
 
 

@@ -20,6 +20,21 @@ DEFINITION = (
 )
 
 
+SAMPLED = "mean of the profiler's samples between the two times, over the whole GPU"
+
+
+def sampled(trace: Trace, name: str, begin_ns: int, end_ns: int) -> Answer:
+    """Mean of the counter whose label contains `name` between two times, in its own unit; `Unknown` without samples there."""
+    chosen = [lane for lane, (_, _, _, kind, label) in enumerate(trace.lanes.rows()) if kind == "counter" and name in label]
+    if not chosen:
+        return Unknown(f"no counter called {name!r} was recorded", "", SAMPLED)
+    counters = trace.counters
+    inside = (counters.lane == chosen[0]) & (counters.t_ns >= begin_ns) & (counters.t_ns < end_ns)
+    if not inside.any():
+        return Unknown(f"{name!r} has no sample between the two times", "", SAMPLED)
+    return Metric(float(counters.value[inside].mean()), str(trace.lanes.label[chosen[0]]).split()[-1], SAMPLED)
+
+
 def tensor_pipe(trace: Trace) -> Answer:
     """Share of SM time the tensor pipe is busy in one launch's in-kernel trace; `Unknown` without multiplications or stalls."""
     spans, lanes = trace.spans, trace.lanes
