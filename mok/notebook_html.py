@@ -129,6 +129,8 @@ class _Page:
             return "".join(self.output_html(output) for output in state["outputs"])
         if "_widget_data" in state:
             return self.figure_widget(model)
+        if model["model_name"] == "AnyModel":  # its program draws what is not in its state
+            return "<p>(an interactive view; run the notebook to see it)</p>"
         if model["model_name"] == "HTMLModel":
             return f"<div>{state.get('value', '')}</div>"
         label = html.escape(str(state.get("description", "")))

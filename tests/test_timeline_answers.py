@@ -346,9 +346,8 @@ def test_the_documented_keys_are_those_of_the_module() -> None:
     rows = re.findall(r"^\| (.+?) \| (.+?) \|$", (root / "docs/views.md").read_text(), re.MULTILINE)
     assert tuple(rows[rows.index(("key", "does")) + 1 :]) == KEYS
     module = (root / "mok/views/timeline/timeline.js").read_text()
-    bound = set(re.findall(r'"(Shift Arrow\w+|[^"\s]{1,2}|)": \(\) =>', module)) | set(
-        re.findall(r"[,\t {](\w+): (?:\(\) =>|follow)", module)
-    )
+    quoted = set(re.findall(r'"(Shift Arrow\w+|[^"\s]{1,2})": \(\) =>', module))
+    bound = quoted | set(re.findall(r"[,\t {](\w+): (?:\(\) =>|follow)", module))
     for key in ("ArrowLeft", "ArrowUp", "Shift ArrowLeft", "Shift ArrowUp", "+", "-", "Enter", "[", "]", "/", "?", *"zfnNmbxlct"):
         assert key in bound, key
 

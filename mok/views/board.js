@@ -18,7 +18,9 @@ class Board {
 		this.live = Object.assign(document.createElement("div"), { className: "mok-board-live" });
 		this.live.setAttribute("aria-live", "polite");
 		const root = Object.assign(document.createElement("div"), { className: "mok-board" });
-		root.append(this.svg, this.live);
+		this.table = document.createElement("div");
+		const show = Object.assign(document.createElement("button"), { type: "button", textContent: "Show as table", onclick: () => this.showTable() });
+		root.append(this.svg, this.live, show, this.table);
 		holder.append(root);
 		this.svg.addEventListener("keydown", (event) => this.key(event));
 		this.svg.addEventListener("pointerdown", (event) => this.down(event));
@@ -65,6 +67,18 @@ class Board {
 		parts.push(shape("path", { d: `M${LEFT} ${this.yOf(mean)}H${this.width}`, class: "mean" }), note, below);
 		if (this.drag?.far) parts.push(shape("path", { d: `M${this.drag.from[0]} ${this.drag.from[1]}L${this.drag.to[0]} ${this.drag.to[1]}`, class: "drag" }));
 		this.svg.replaceChildren(...parts);
+	}
+
+	/** The bars as a table, or no table if there is one. */
+	showTable() {
+		if (this.table.firstChild) { this.table.replaceChildren(); return; }
+		const table = document.createElement("table"), local = Math.max(1, this.loads.length / this.model.get("ep"));
+		const line = (cells, kind) => cells.forEach((cell) => { table.rows[table.rows.length - 1].append(Object.assign(document.createElement(kind), { textContent: cell })); });
+		table.createCaption().textContent = "Routes per expert";
+		table.insertRow();
+		line(["expert", "rank", "routes"], "th");
+		this.loads.forEach((load, expert) => { table.insertRow(); line([expert, Math.floor(expert / local), load], "td"); });
+		this.table.append(table);
 	}
 
 	select(expert) {
