@@ -47,7 +47,7 @@ def small(monkeypatch):
 LIMITS = {"open_overlap_s": 6.0, "peak_rss_mib": 1536.0}
 FAKE = """import json, sys
 print("noise")
-print(json.dumps({"seconds": 50.0, "peak_rss_mib": 4000.0, "overlap_pct": %s, "idle_us": %s}))
+print(json.dumps({"seconds": 50.0, "cpu_s": 49.0, "peak_rss_mib": 4000.0, "overlap_pct": %s, "idle_us": %s}))
 """
 
 

@@ -99,8 +99,10 @@ def _measure(name: str, case: Case, rounds: int, hta: Path | None, folder: Path,
     path.unlink()
     config: dict[str, Any] = {"events": case.size * (1 if case.tool == "kineto" else 2), "file_bytes": size, "cores": _cores()}
     config["seconds_hold"] = "open, overlap, idle" if case.tool == "kineto" else "open, overlap, host syncs"
-    config["answers"] = {key: value for key, value in ours[0].items() if key not in ("seconds", "peak_rss_mib")}
+    config["answers"] = {key: value for key, value in ours[0].items() if key not in ("seconds", "cpu_s", "peak_rss_mib")}
+    config["cpu_s"] = round(float(np.median([sample["cpu_s"] for sample in ours])), 3)  # what a busy machine does not stretch
     if theirs:
+        config["hta_cpu_s"] = round(float(np.median([sample["cpu_s"] for sample in theirs])), 3)
         config |= {"hta": HTA.split("==")[1], "hta_answers": {key: theirs[0][key] for key in ("overlap_pct", "idle_us")}}
     rows = []
     for metric, key in (("open_overlap_s", "seconds"), ("peak_rss_mib", "peak_rss_mib")):

@@ -179,8 +179,10 @@ class Builder:
         lanes = Lanes.of([(self.rank, *row[:3], label) for row, label in zip(self._lane_rows, labels, strict=True)])
         start, lane = _joined([part.start for part in parts], np.int64), _joined([part.lane for part in parts], np.int32)
         order = _order(start, lane)
-        place = np.empty_like(order)  # where each row goes: columns are filled in their final order, and never copied again
-        place[order] = np.arange(len(order))
+        place = np.empty(
+            len(order), np.int32
+        )  # where each row goes: columns are filled in their final order, and never copied again
+        place[order] = np.arange(len(order), dtype=np.int32)
         start, lane = start[order], lane[order]
         del order
 
@@ -188,6 +190,7 @@ class Builder:
             column, offset = np.empty(len(place), dtype), 0
             for part, size in zip(parts, sizes, strict=True):
                 column[place[offset : offset + size]] = getattr(part, field)
+                setattr(part, field, None)  # given up: both copies of every column would be most of the memory
                 offset += size
             return column
 
@@ -210,7 +213,7 @@ class Builder:
         meta = TraceMeta(tool, coverage=coverage, diagnostics=said, clock=clock, provenance=dict(provenance))
         return Trace(spans, counters, lanes, meta)
 
-    def _arguments(self, sizes: list[int], place: I64, clean: Callable[[list[str]], list[str]]) -> dict[str, Column]:
+    def _arguments(self, sizes: list[int], place: I32, clean: Callable[[list[str]], list[str]]) -> dict[str, Column]:
         """Whole columns from the parts' arguments, which are given up; a column without any value is left out."""
         total, offsets = sum(sizes), np.cumsum([0, *sizes])
         columns: dict[str, Column] = {}
@@ -255,17 +258,18 @@ class Builder:
         by = {name: int(number) for name, number in zip(spans.category.table, count, strict=False)}
         api, device = spans.category.where("runtime", "driver"), spans.category.where(*DEVICE)
         kernel = spans.category.where("kernel")
-        _, process = np.unique(lanes.process, return_inverse=True)  # correlation ids are unique within a process only
-        key = process.astype(np.int64)[spans.lane] * (1 << 40) + (spans.correlation & ((1 << 40) - 1))
-        joined = kernel & (spans.correlation > 0)
-        joined[joined] = np.isin(key[joined], key[api & (spans.correlation > 0)])
+        process = lanes.process
+        joined = 0
+        for number in np.unique(process).tolist():  # correlation ids are unique within a process only
+            mine = (process == number)[spans.lane] & (spans.correlation > 0)
+            joined += _members(spans.correlation[mine & kernel], spans.correlation[mine & api])
         node = spans.args.get("graph_node")
         self.coverage |= {
             "kernels": by.get("kernel", 0),
             "memcpys": by.get("memcpy", 0),
             "memsets": by.get("memset", 0),
             "api_calls": by.get("runtime", 0) + by.get("driver", 0),
-            "kernels_with_api": int(joined.sum()),
+            "kernels_with_api": joined,
             "gpu_activity_seen": bool(device.any() or by.get("graph", 0)),
             "graph_launches": by.get("graph", 0),
             "graph_nodes": int((node[device] != NO_VALUE).sum()) if isinstance(node, np.ndarray) else 0,
@@ -275,6 +279,18 @@ class Builder:
 
 def _take(column: Column, keep: npt.NDArray[np.bool_]) -> Column:
     return column.take(keep) if isinstance(column, Strings) else column[keep]
+
+
+def _members(ids: I64, known: I64) -> int:
+    """How many of `ids` are among `known`; positive numbers."""
+    if not (len(ids) and len(known)):
+        return 0
+    top = int(max(ids.max(), known.max()))
+    if top > 8 * (len(ids) + len(known)) + (1 << 20):
+        return int(np.isin(ids, known).sum())
+    table = np.zeros(top + 1, bool)  # ids are counters, so a table of them is small
+    table[known] = True
+    return int(table[ids].sum())
 
 
 def _order(start: I64, lane: I32) -> I64:

@@ -221,10 +221,7 @@ class _Events:
             lanes.append(lane)
             self.device_lanes.add(lane)
         no_stream = (stream < 0) | (stream >= NOT_APPLICABLE)
-        return np.array(lanes, np.int32)[inverse], {
-            "device": np.where(device < 0, NO_VALUE, device),
-            "stream": np.where(no_stream, NO_VALUE, stream),
-        }
+        return np.array(lanes, np.int32)[inverse], {"stream": np.where(no_stream, NO_VALUE, stream)}
 
     def _counters(self, events: Sequence[Any], start: I64) -> None:
         lanes, values, times = [], [], []

@@ -30,7 +30,6 @@ class DeviceArgs(msgspec.Struct, gc=False):
 
     device: Value = NO_VALUE
     stream: Value = NO_VALUE
-    context: Value = NO_VALUE
     correlation: Value = NO_VALUE
     external_id: Value = msgspec.field(default=NO_VALUE, name="External id")
     external_id_old: Value = msgspec.field(default=NO_VALUE, name="external id")
@@ -55,7 +54,6 @@ class SyncArgs(msgspec.Struct, gc=False):
 
     device: Value = NO_VALUE
     stream: Value = NO_VALUE
-    context: Value = NO_VALUE
     correlation: Value = NO_VALUE
     kind: Text = msgspec.field(default=None, name="cuda_sync_kind")
     event_id: Value = NO_VALUE
@@ -84,7 +82,6 @@ Args = TypeVar("Args", DeviceArgs, SyncArgs, CallArgs, OpArgs)
 _DECODERS: dict[Any, Any] = {kind: msgspec.json.Decoder(list[kind]) for kind in (DeviceArgs, SyncArgs, CallArgs, OpArgs)}  # type: ignore[valid-type]
 _FIELDS = {kind: {each.encode_name: each.name for each in msgspec.structs.fields(kind)} for kind in _DECODERS}
 _INTEGERS = (
-    "context",
     "registers",
     "shared_bytes",
     "graph_id",
@@ -155,7 +152,6 @@ def device_columns(args: Sequence[DeviceArgs], names: Sequence[str | None], copi
     columns: dict[str, Column] = {"external_id": identifiers(args, flag)}
     if copies:
         columns["bytes"] = strict_ints(field(args, "bytes_"), flag)
-        columns["context"] = strict_ints(field(args, "context"), flag)
         columns |= copy_columns(names)
         return columns
     for name in _INTEGERS:

@@ -17,7 +17,7 @@ I64 = npt.NDArray[np.int64]
 I32 = npt.NDArray[np.int32]
 
 NOT_APPLICABLE = 4294967295  # how nsys writes "no stream", "no event"
-_DENSE = 1 << 22  # ranges up to this size are grouped by counting, wider ones by sorting
+_DENSE = 1 << 22  # ranges up to this size, or four times the rows, are grouped by counting, wider ones by sorting
 _API_TAIL = re.compile(r"(?:_v\d+|_ptsz|_ptds)+$")
 
 MEMCPY = {
@@ -72,12 +72,12 @@ def distinct(*columns: I64) -> tuple[tuple[I64, ...], npt.NDArray[np.int64]]:
     length = len(columns[0])
     if not length:
         return columns, np.zeros(0, np.int64)
-    code, size = np.zeros(length, np.int64), 1
+    code, size, dense = np.zeros(length, np.int64), 1, max(_DENSE, 4 * length)
     for column in columns:
         low, high = int(column.min()), int(column.max())
         if low == high:
             continue
-        if high - low < _DENSE:
+        if high - low < dense:
             part, count = column - low, high - low + 1
         else:
             values, part = np.unique(column, return_inverse=True)
@@ -86,7 +86,7 @@ def distinct(*columns: I64) -> tuple[tuple[I64, ...], npt.NDArray[np.int64]]:
             values, code = np.unique(code, return_inverse=True)
             size = len(values)
         code, size = code * count + part, size * count
-    if size <= _DENSE:
+    if size <= dense:
         present = np.flatnonzero(np.bincount(code, minlength=1))
         slot = np.zeros(int(present[-1]) + 1, np.int64)
         slot[present] = np.arange(len(present))

@@ -76,7 +76,7 @@ def read(tables: Tables, builder: Builder, names: Names) -> Processes:
 
 
 def _place(data: Mapping[str, I64], builder: Builder, processes: Processes) -> tuple[I32, dict[str, Column]]:
-    """(lane of every row, arguments that say where it ran)."""
+    """(lane of every row, the argument that says on which stream it ran)."""
     length = len(data["start"])
     none = np.full(length, NO_VALUE, np.int64)
     pid = processes.pid_column(data.get("globalPid", none))
@@ -94,10 +94,8 @@ def _place(data: Mapping[str, I64], builder: Builder, processes: Processes) -> t
             lanes.append(builder.lane((process, ordinal, context, stream), process, ordinal, "stream", label))
         else:
             lanes.append(builder.lane((process, ordinal, "sync"), process, ordinal, "stream", f"GPU {ordinal} sync"))
-    args: dict[str, Column] = {
-        name: np.where(values == NOT_APPLICABLE, NO_VALUE, values)
-        for name, values in zip(("device", "context", "stream"), where, strict=True)
-    }
+    # the lane tells the device, and the context where there are several
+    args: dict[str, Column] = {"stream": np.where(where[2] == NOT_APPLICABLE, NO_VALUE, where[2])}
     return np.array(lanes, np.int32)[inverse], args
 
 

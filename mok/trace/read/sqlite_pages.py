@@ -25,6 +25,7 @@ _LEAF, _INTERIOR = 0x0D, 0x05
 _BATCH_BYTES = 8 << 20
 _PAD = 1 << 17  # a damaged length may point this far past a batch before it is noticed
 _MAX_DEPTH = 20
+_MIN_CELL = 5  # of a cell beside its type codes: pointer, length, row id, header length
 # bytes of a value by its type code; codes from 12 on are text and blobs of (code - 12) / 2 bytes, 10 and 11 are reserved
 _SIZE = np.array([0, 1, 2, 3, 4, 6, 8, 8, 0, 0, 0, 0, *((code - 12) // 2 for code in range(12, 256))], np.int64)
 _NULL, _FLOAT, _ZERO, _ONE, _RESERVED, _FIRST_TEXT = 0, 7, 8, 9, (10, 11), 12
@@ -45,17 +46,20 @@ def read_ints(path: Path, root: int, num_columns: int, wanted: Sequence[int]) ->
         leaves = _leaves(stream.fileno(), root, size, pages)
         if leaves is None:
             return None
-        parts: list[list[I64]] = [[] for _ in wanted]
+        # As many rows as could fit: pages of memory that are never touched cost nothing, and nothing is copied together later.
+        bound = len(leaves) * ((usable - 8) // (num_columns + _MIN_CELL))
+        filled, rows = [np.empty(bound, np.int64) for _ in wanted], 0
         batch = max(_BATCH_BYTES // size, 1)
         for begin in range(0, len(leaves), batch):
             data = _pages(stream.fileno(), leaves[begin : begin + batch], size)
             columns = None if data is None else _decode(data, size, usable, num_columns, wanted)
             if columns is None:
                 return None
-            for part, values in zip(parts, columns, strict=True):
-                part.append(values)
-    none = np.zeros(0, np.int64)
-    return [np.concatenate([none, *part]) for part in parts]
+            count = len(columns[0]) if columns else 0
+            for column, values in zip(filled, columns, strict=True):
+                column[rows : rows + count] = values
+            rows += count
+    return [column[:rows] for column in filled]
 
 
 def _leaves(descriptor: int, root: int, size: int, pages: int) -> I64 | None:
