@@ -217,6 +217,23 @@ def test_the_shell_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     said = json.loads(capsys.readouterr().out)
     assert said["folder"] == str(tmp_path / "c1")
     assert said["record"]["workload"]["tokens"] == 8
+    script = tmp_path / "mine.py"
+    script.write_text("import sys\nassert sys.argv[1:] == ['20', 'a b'], sys.argv\n")
+    given = ["--script", str(script), "--argument", "20", "--argument", "a b", "--out", str(tmp_path), "--name", "s1", "--json"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("MOK_FAKE_NSYS_SKIP")
+        assert cli.main(["capture", "nsys", *given]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["record"]["command"] == "mok capture nsys --script mine.py --argument 20 --argument 'a b' --name s1"
+    assert cli.main(["capture", "nsys", "--workload", str(work), "--argument", "x", "--out", str(tmp_path)]) == 2
+    assert "--argument is for --script" in capsys.readouterr().err
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RANK", "1")
+        patch.setenv("WORLD_SIZE", "2")
+        assert cli.main(["capture", "nsys", "--workload", str(work), "--out", str(tmp_path), "--name", "r"]) == 0
+    capsys.readouterr()
+    assert cli.main(["capture", "ranks", str(tmp_path), "r"]) == 1
+    assert capsys.readouterr().out == "r: 1 of 2 ranks; missing: 0\n"
     assert cli.main(["capture", "nsys", "--out", str(tmp_path)]) == 2
     assert "either --workload FILE or --script FILE" in capsys.readouterr().err
     assert cli.main(["capture", "nsys", "--workload", str(work), "--out", str(tmp_path), "--name", "c1"]) == 2

@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import platform
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -119,8 +120,12 @@ def _record(tool: str, job: Job, place: Place, request: Mapping[str, Any]) -> di
     what: dict[str, Any] = (
         {"workload": job.to_dict()} if isinstance(job, Workload) else {"script": job.name, "script_key": job.key()}
     )
-    given = "--workload workload.json" if isinstance(job, Workload) else f"--script {job.name}"
-    flags = "".join(f" --{key.replace('_', '-')}" for key in ("gpu_metrics",) if request.get(key))
+    given = "--workload workload.json"
+    if isinstance(job, Script):
+        given = shlex.join(["--script", job.name, *(word for text in job.arguments for word in ("--argument", text))])
+    flags = " --gpu-metrics" if request.get("gpu_metrics") else ""
+    flags += " --no-lines" if isinstance(job, Script) and request.get("lines") is False and tool != "kernel" else ""
+    flags += f" --kernels {','.join(request['kernels'])}" if request.get("kernels") else ""
     return {
         "tool": tool,
         "name": name,

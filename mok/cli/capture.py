@@ -19,6 +19,7 @@ capture_app = typer.Typer(rich_markup_mode=None)
 
 WorkloadFile = Annotated[Path | None, typer.Option("--workload", help="A Workload as JSON: what to run.")]
 ScriptFile = Annotated[Path | None, typer.Option("--script", help="A Python script to run instead of a workload.")]
+Arguments = Annotated[list[str] | None, typer.Option("--argument", help="An argument for the script; repeat for more.")]
 Out = Annotated[Path, typer.Option("--out", help="Folder that gets the capture's folder.")]
 Name = Annotated[str | None, typer.Option(help="The capture's name; default: tool and time. Ranks add .rankNNNN.")]
 Repeats = Annotated[int, typer.Option(help="Steps inside the capture.")]
@@ -42,6 +43,7 @@ def capture_root(context: typer.Context) -> None:
 def nsys(
     workload: WorkloadFile = None,
     script: ScriptFile = None,
+    argument: Arguments = None,
     out: Out = Path("captures"),
     name: Name = None,
     repeats: Repeats = 3,
@@ -62,7 +64,7 @@ def nsys(
     from mok import capture
 
     made = capture.nsys(
-        _job(workload, script), out=out, name=name, repeats=repeats, gpu_metrics=gpu_metrics, keep_sqlite=keep_sqlite,
+        _job(workload, script, argument), out=out, name=name, repeats=repeats, gpu_metrics=gpu_metrics, keep_sqlite=keep_sqlite,
         lines=not no_lines, limits=_limits(timeout, silent),
     )  # fmt: skip
     _say(made, as_json)
@@ -72,6 +74,7 @@ def nsys(
 def merged(
     workload: WorkloadFile = None,
     script: ScriptFile = None,
+    argument: Arguments = None,
     out: Out = Path("captures"),
     name: Name = None,
     repeats: Repeats = 2,
@@ -91,7 +94,7 @@ def merged(
     from mok import capture
 
     made = capture.merged(
-        _job(workload, script), out=out, name=name, repeats=repeats, gpu_metrics=gpu_metrics, keep_sqlite=keep_sqlite,
+        _job(workload, script, argument), out=out, name=name, repeats=repeats, gpu_metrics=gpu_metrics, keep_sqlite=keep_sqlite,
         lines=not no_lines, limits=_limits(timeout, silent),
     )  # fmt: skip
     _say(made, as_json)
@@ -101,6 +104,7 @@ def merged(
 def kernel(
     workload: WorkloadFile = None,
     script: ScriptFile = None,
+    argument: Arguments = None,
     out: Out = Path("captures"),
     name: Name = None,
     repeats: Repeats = 1,
@@ -117,7 +121,7 @@ def kernel(
     from mok import capture
 
     made = capture.kernel_trace(
-        _job(workload, script), out=out, name=name, repeats=repeats, limits=_limits(timeout, silent)
+        _job(workload, script, argument), out=out, name=name, repeats=repeats, limits=_limits(timeout, silent)
     )  # fmt: skip
     _say(made, as_json)
 
@@ -126,6 +130,7 @@ def kernel(
 def ncu(
     workload: WorkloadFile = None,
     script: ScriptFile = None,
+    argument: Arguments = None,
     out: Out = Path("captures"),
     name: Name = None,
     metrics: Annotated[
@@ -150,7 +155,7 @@ def ncu(
     chosen = METRICS if metrics is None else tuple(metrics.split(","))
     names = () if kernels is None else tuple(kernels.split(","))
     made = capture.ncu(
-        _job(workload, script), metrics=chosen, kernels=names, runs=runs, replay=replay, out=out, name=name,
+        _job(workload, script, argument), metrics=chosen, kernels=names, runs=runs, replay=replay, out=out, name=name,
         limits=_limits(timeout, silent),
     )  # fmt: skip
     _say(made, as_json)
@@ -186,14 +191,15 @@ def ranks(
     raise typer.Exit(0 if len(found.folders) == found.size else 1)
 
 
-def _job(workload: Path | None, script: Path | None) -> Any:
+def _job(workload: Path | None, script: Path | None, arguments: list[str] | None) -> Any:
     from mok.capture.script import Script
 
     require((workload is None) != (script is None), "give either --workload FILE or --script FILE.")
+    require(script is not None or not arguments, "--argument is for --script; a workload takes none.")
     if workload is not None:
         return read_workload(workload)
     assert script is not None
-    return Script.file(script)
+    return Script.file(script, tuple(arguments or ()))
 
 
 def _limits(timeout: float, silent: float) -> Limits:
