@@ -15,6 +15,7 @@ import torch
 from mok import acceptance, digest, engines, functional, ops, routing, validate
 from mok.bounds import Bound, bound
 from mok.config import MoKConfig
+from mok.engines import upstream
 from mok.engines.oracle import LayerInputs
 from mok.errors import CapabilityError, InputError, is_int, require
 from mok.groups import VirtualGroup
@@ -258,11 +259,14 @@ def run(
             "mok.simulate.simulate(workload, 'h200') predicts a timeline on any machine."
         )
     with engines.use(engine), engines.sources(engine, workload.csrc):
-        inputs = make_inputs(workload, device)
-        step = Step.of(workload, inputs)
-        samples, results, same = repeat(step, Clock(torch.device(device)), repeats, warmup)
-        step.workspace.check()
-        timeline = recorded(step) if trace else None
+        inputs, timeline = make_inputs(workload, device), None
+        if engine == "upstream":
+            samples, results, same = upstream.run(workload, inputs, repeats=repeats, warmup=warmup, device=device)
+        else:
+            step = Step.of(workload, inputs)
+            samples, results, same = repeat(step, Clock(torch.device(device)), repeats, warmup)
+            step.workspace.check()
+            timeline = recorded(step) if trace else None
     shape, group = layer_of(workload)
     report = None
     if check:

@@ -58,7 +58,7 @@ def test_help_is_quick() -> None:
         (("run", "--csrc", "nowhere"), ("no folder with a forward.cu",)),
         (("run", "--engine", "torch", "--csrc", str(CSRC)), ("csrc is read by engine='cuda' only",)),
         (("run", "--workload", "/dev/zero"), ("/dev/zero is not a regular file",)),
-        (("run", "--engine", "upstream"), ("not part of this version",)),
+        (("run", "--engine", "upstream"), ("MOK_UPSTREAM_PYTHON is not set",)),
         (("run", "--tokens", "3,4"), ("one per rank (ep=1)",)),
         (("run", "--engine", "torhc"), ("did you mean 'torch'",)),
         (("run", "--routing", "zipff:1"), ("did you mean 'zipf'",)),
@@ -243,7 +243,7 @@ def test_a_step_without_tokens_says_so(capsys: pytest.CaptureFixture[str]) -> No
 def test_help_offers_only_engines_that_are_there(capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = run(capsys, "run", "--help")
     assert "auto, torch or cuda" in " ".join(out.split())
-    assert "upstream: not in this version" in " ".join(out.split())
+    assert "upstream: the package of MOK_UPSTREAM_PYTHON" in " ".join(out.split())
     assert "two ranks' worth" in " ".join(out.split())
 
 

@@ -50,7 +50,7 @@ CapacityMultiplier = Annotated[
 Engine = Annotated[
     str | None,
     typer.Option(
-        help="auto, torch or cuda (SM90: forward by our kernels, backward by torch's). (upstream: not in this version.)"
+        help="auto, torch or cuda (SM90: forward by our kernels, backward by torch's). (upstream: the package of MOK_UPSTREAM_PYTHON.)"
     ),
 ]
 

@@ -52,9 +52,8 @@ def resolve(name: str, device_type: str) -> str:
             f"engine 'cuda' cannot run here: {reason}. It needs an SM90 GPU (H100, H200) and NVRTC; "
             "engine='torch' runs the same step on any device."
         )
-    raise CapabilityError(
-        "engine 'upstream' is not part of this version. Use engine='torch', which runs the same step on any device."
-    )
+    importlib.import_module("mok.engines.upstream").interpreter()
+    return "upstream"
 
 
 @functools.cache

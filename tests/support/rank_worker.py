@@ -249,7 +249,7 @@ def shared_memory(rank: int, size: int) -> Results:
     from support.shared_memory import installed
 
     found: Results = {}
-    with installed(Path(sys.argv[2]), rank, delay_s=0.01):
+    with installed(Path(sys.argv[2]), rank, delay_s=0.03):
         for name, precision in (("uneven", "bf16"), ("one_rank", "bf16"), ("uneven", "mxfp8")):
             case, workspace = mine(name, rank, size)
             found[f"{name}-{precision}"] = run_step(case, precision, config=WIDE, workspace=workspace)
@@ -258,13 +258,14 @@ def shared_memory(rank: int, size: int) -> Results:
         other = dataclasses.replace(case, top_experts=case.top_experts.flip(1), x=case.x.flip(0).contiguous())
         first, second = (Step(part, workspace, config=WIDE) for part in (case, other))
         out = first.forward()
+        for _ in range(3):  # schedules with nothing between them: a rank may be a whole one ahead of another rank
+            second.build()
+            first.build()
         second.build()
-        second.build()  # a rank may be a whole schedule ahead of another one
         second.forward()
         second.backward()
         first.recompute()
-        second.recompute()
-        first.recompute()
+        second.recompute()  # writes x while a slow rank may still pull the first layer's
         found["layers"] = {"out": out} | first.backward()
         found["repr"] = repr(workspace)
         longer = error_of(lambda: space(dist.group.WORLD, (300 + 64 * (rank == 0),)))
@@ -272,6 +273,8 @@ def shared_memory(rank: int, size: int) -> Results:
         found["drained"] = lost(*mine("uneven", rank, size), drained=rank == size - 1)
         os.environ["MOK_TIMEOUT_PEER"] = "2"
         found["late"] = lost(*mine("uneven", rank, size), late=rank == size - 1)
+        os.environ["MOK_TIMEOUT_PEER"] = "60"
+    dist.barrier()
     return found
 
 
