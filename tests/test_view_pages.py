@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import base64
 import json
+import signal
 import struct
+import subprocess
+import sys
 import urllib.error
 import urllib.request
 import zlib
@@ -197,3 +200,17 @@ def test_two_servers_have_two_tokens() -> None:
     with TraceServer(Answers(launch())) as one, TraceServer(Answers(launch())) as other:
         assert one.token != other.token
         assert fetch(f"http://127.0.0.1:{other.port}/?token={one.token}")[0] == 403
+
+
+def test_open_command_serves_until_it_is_interrupted(tmp_path: Path) -> None:
+    trace = launch().write(tmp_path / "t.parquet")
+    command = [sys.executable, "-m", "mok", "open", str(trace), "--other", str(trace), "--no-browser"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    lines = [process.stdout.readline() for _ in range(3)]
+    assert lines[0].startswith("A: made by hand; B: made by hand: 16 spans")
+    assert fetch(lines[1].strip())[0] == 200
+    process.send_signal(signal.SIGINT)
+    assert process.wait(20) == 130
+    with pytest.raises(urllib.error.URLError):
+        fetch(lines[1].strip())

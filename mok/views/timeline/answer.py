@@ -24,7 +24,7 @@ from mok.views.timeline.layout import KEYS, folded, lanes_of, title_of
 from mok.views.timeline.links import parents
 from mok.views.timeline.pair import twins
 from mok.views.timeline.search import Lit, matches, with_arguments
-from mok.views.timeline.table import MAX_LISTED, summary
+from mok.views.timeline.table import MAX_LISTED, Totals
 
 INLINE_LIMIT = 1_000_000  # spans that travel to the browser whole
 EXACT_LIMIT = 20_000  # spans that are few enough to be sent one by one
@@ -300,10 +300,18 @@ class Answers:
         """`t0`, `t1`, `rows`, `hidden`: totals by name, and the first spans one by one."""
         begin, end = self._window(request)
         rows, hidden = self._rows(request), self._hidden(request)
-        found = self.index.visible(rows, begin, end, hidden)
-        assert found is not None
-        listed = [facts.short(self.index, int(span), self.origin_ns) for span in np.sort(found[0])[:MAX_LISTED]]
-        return {"totals": summary(self.trace, found[0], begin, end), "count": len(found[0]), "spans": listed}, []
+        totals, count = Totals(self.trace, begin, end), 0
+        earliest = np.zeros(0, np.int64)
+        for row in rows:
+            found = self.index.visible([row], begin, end, hidden, ordered=False)
+            assert found is not None
+            totals.add(found[0])
+            count += len(found[0])
+            earliest = np.concatenate((earliest, found[0]))
+            if len(earliest) > MAX_LISTED:  # rows of a trace come by start
+                earliest = np.partition(earliest, MAX_LISTED)[:MAX_LISTED]
+        listed = [facts.short(self.index, int(span), self.origin_ns) for span in np.sort(earliest)]
+        return {"totals": totals.rows(), "count": count, "spans": listed}, []
 
 
 def _whole(request: Mapping[str, Any], name: str, least: int = -(2**62), most: int = 2**62) -> int:

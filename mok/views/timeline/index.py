@@ -123,9 +123,15 @@ class SpanIndex:
         return inside
 
     def visible(
-        self, rows: Sequence[int], begin_ns: int, end_ns: int, hidden: frozenset[int] = frozenset(), limit: int | None = None
+        self,
+        rows: Sequence[int],
+        begin_ns: int,
+        end_ns: int,
+        hidden: frozenset[int] = frozenset(),
+        limit: int | None = None,
+        ordered: bool = True,
     ) -> tuple[I64, I64] | None:
-        """Spans of `rows` that touch [begin_ns, end_ns): rows of the trace and row numbers, by (row, start).
+        """Spans of `rows` that touch [begin_ns, end_ns): rows of the trace and row numbers, `ordered` by (row, start).
 
         None if there are more than `limit`, found out before they are listed.
         """
@@ -144,6 +150,8 @@ class SpanIndex:
             return np.zeros(0, np.int64), np.zeros(0, np.int64)
         place = np.concatenate(places)
         row_of = np.repeat(np.array(owner, np.int64), [len(found) for found in places])
+        if not ordered:
+            return self.order[place].astype(np.int64), row_of
         by_start = np.lexsort((self.start_ns[place], row_of))
         return self.order[place[by_start]].astype(np.int64), row_of[by_start]
 

@@ -29,7 +29,7 @@ def parents(trace: Trace) -> I32:
     _join(found, trace, np.flatnonzero(kind["thread"] & known), np.flatnonzero(kind["stream"] & known))
     where = np.unique(np.stack((lanes.rank, lanes.device)), axis=1, return_inverse=True)[1].ravel()[spans.lane]
     inner = kind["sm"] | kind["role"]
-    for group in np.unique(where[inner]).tolist():
+    for group in np.flatnonzero(np.bincount(where[kind["stream"]])).tolist():  # elsewhere there is no kernel to be inside of
         _enclose(trace, found, np.flatnonzero(kind["stream"] & (where == group)), np.flatnonzero(inner & (where == group)))
     return found
 
