@@ -116,6 +116,7 @@ def h200(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, str]:
 def test_a_verdict_holds_until_something_it_depends_on_changes(
     h200: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    monkeypatch.setattr(verdicts, "TILES", (Tile("sm_90a", ("sm_90",)),))
     runs: list[str | None] = []
 
     def run(tile: Tile, asked: Any, *_: Any) -> tuple[list[dict[str, Any]], str]:
@@ -156,7 +157,7 @@ def test_a_failed_tile_is_not_run_where_a_verdict_is_needed(h200: dict[str, str]
     fallback = Tile("portable", ("sm_90", "sm_100"), portable=True)
     monkeypatch.setattr(verdicts, "TILES", (fallback, native))
     assert [tile.name for tile in verdicts.tiles_of("sm_90")] == ["native", "portable"]
-    assert verdicts.running("sm_90", h200) is fallback
+    assert verdicts.running("sm_90") is fallback
     assert verdicts.status() == "portable"
     ran: list[str] = []
 
@@ -169,10 +170,33 @@ def test_a_failed_tile_is_not_run_where_a_verdict_is_needed(h200: dict[str, str]
     assert ran == ["native"]  # the fall-back needs no verdict to run
     assert verification.ensure() == "portable"
     assert ran == ["native"]  # and a failure is remembered as well
+    monkeypatch.setenv("MOK_TILE", "native")
+    assert verdicts.running("sm_90") is native
+    assert verdicts.status() == "failed"  # asked for all the same, and known to be wrong
     verdicts.write(Verdict("native", "verified", "", (), h200, "now"))
-    assert verdicts.running("sm_90", h200) is native
     assert verdicts.status() == "verified"
+    monkeypatch.delenv("MOK_TILE")
+    assert verdicts.status() == "portable"  # the engine goes on taking the fall-back by itself
     assert verdicts.running("sm_120") is None
+
+
+def test_the_tiles_are_the_engines() -> None:
+    tiles = pytest.importorskip("mok.engines.cuda.tiles")
+    assert {tile.name for tile in verdicts.TILES} == set(tiles.TILES)
+    for tile in verdicts.TILES:
+        theirs = tiles.TILES[tile.name]
+        assert [f"{arch}a" for arch in tile.archs] == list(theirs.archs)
+        assert tile.row_block == theirs.row_block
+        for arch in theirs.archs:
+            assert (tiles.chosen(arch).name == tile.name) == (verdicts.running(arch.removesuffix("a")) is tile)
+
+
+def test_row_blocks_of_256_are_verified_too() -> None:
+    case = problems.integers(problems.SIZES[1], 1)
+    narrow = child.step(case, "bf16", BOTH, problems.CONFIGS["whole ring"], "cpu")
+    for config in problems.configs(256).values():
+        wide = child.step(case, "bf16", BOTH, config, "cpu")
+        assert all(torch.equal(narrow[name], wide[name]) for name in narrow)
 
 
 def test_sources_digest_sees_every_byte(tmp_path: Path) -> None:

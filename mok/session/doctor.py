@@ -98,11 +98,19 @@ def _tile() -> Capability:
         return _capability(
             "kernel tile", False, text, "engine 'cuda' has no tile for this machine; engine 'torch' runs the same step"
         )
-    running = verdicts.running(arch, verdicts.facts_here())
+    running = verdicts.running(arch)
     assert running is not None
-    return Capability(
-        "kernel tile", found == verdicts.VERIFIED, f"{running.name}: {found}", "" if found == "verified" else "run `mok verify`"
-    )
+    if found == verdicts.FAILED:
+        return Capability(
+            "kernel tile", False, f"{running.name}: FAILED", "see `mok verify`; MOK_TILE=portable runs the fall-back"
+        )
+    if found == verdicts.UNVERIFIED:
+        return Capability(
+            "kernel tile", False, f"{running.name}: unverified", "run `mok verify`: half a minute, in a child process"
+        )
+    better = [tile for tile in verdicts.tiles_of(arch) if tile.needs_verdict and tile is not running]
+    remedy = "".join(f"`mok verify`, then MOK_TILE={tile.name} with row_block={tile.row_block}" for tile in better[:1])
+    return Capability("kernel tile", True, f"{running.name}: {found}", remedy)
 
 
 def _nvlink() -> Capability:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,8 +29,8 @@ PHASES = ("forward", "backward")
 class Tile:
     """One tile: the architectures it is for ("sm_90"), which phases it computes in which precisions.
 
-    portable: the fall-back that any of its architectures can run. needs_verdict: it runs only once it is verified on the
-    machine, the portable one until then. select: environment that makes the engine take this tile.
+    portable: the fall-back that any of its architectures can run. needs_verdict: the engine does not take it by itself; with
+    `select` in the environment it does, which is for who has seen it verified. row_block: what experts' rows are padded to.
     """
 
     name: str
@@ -39,9 +40,15 @@ class Tile:
     portable: bool = False
     needs_verdict: bool = False
     select: Mapping[str, str] = field(default_factory=dict)
+    row_block: int = 128
 
 
-TILES: tuple[Tile, ...] = (Tile("sm_90a", ("sm_90",)),)
+_SM100 = ("sm_100", "sm_103")
+TILES: tuple[Tile, ...] = (  # those of mok.engines.cuda.tiles, which a test compares
+    Tile("sm_90a", ("sm_90",), select={"MOK_TILE": "sm_90a"}),
+    Tile("sm_100a", _SM100, phases=("forward",), needs_verdict=True, select={"MOK_TILE": "sm_100a"}, row_block=256),
+    Tile("portable", ("sm_90", *_SM100), portable=True, select={"MOK_TILE": "portable"}),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,19 +146,17 @@ def read(tile: str, facts: Mapping[str, str]) -> Verdict | None:
     return verdict if good else None
 
 
-def running(arch: str | None, facts: Mapping[str, str] | None = None) -> Tile | None:
-    """The tile that runs on an architecture: the native one unless it needs a verdict it has not got; None if there is none."""
-    for tile in tiles_of(arch):
-        if not tile.needs_verdict or (facts is not None and _status(tile, facts) == VERIFIED):
-            return tile
-    return None
+def running(arch: str | None) -> Tile | None:
+    """The tile that the engine takes on an architecture: MOK_TILE, or the first that needs no verdict; None if there is none."""
+    named = os.environ.get("MOK_TILE") or "auto"
+    return next((tile for tile in tiles_of(arch) if tile.name == named or (named == "auto" and not tile.needs_verdict)), None)
 
 
 def status(engine: str = "cuda", index: int = 0) -> str:
-    """What to write beside a number of `engine` on this machine: "verified", "portable", "unverified", or "" (no tile runs).
+    """What to write beside a number of `engine` here: "verified", "portable", "unverified", "failed", or "" (no tile runs).
 
     verified: the tile that runs passed here, with this driver, NVRTC and sources; portable: the fall-back runs, because
-    the architecture's own tile has not; unverified: nobody has asked yet, or it failed (`mok verify`).
+    the architecture's own tile has not; unverified: nobody has asked yet; failed: it was asked and is wrong (`mok verify`).
     """
     if engine != "cuda":
         return ""
@@ -160,12 +165,12 @@ def status(engine: str = "cuda", index: int = 0) -> str:
         facts = facts_here(index)
     except CapabilityError:
         return ""
-    tile = running(arch, facts)
+    tile = running(arch)
     if tile is None:
         return ""
     if tile.portable and any(not other.portable for other in tiles_of(arch)):
         return PORTABLE
-    return VERIFIED if _status(tile, facts) == VERIFIED else UNVERIFIED
+    return _status(tile, facts)
 
 
 def _status(tile: Tile, facts: Mapping[str, str]) -> str:

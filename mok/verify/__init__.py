@@ -173,8 +173,8 @@ def _child(
     with tempfile.TemporaryDirectory(prefix="mok-verify-") as name:
         folder = Path(name)
         request, answers, log = folder / "request.json", folder / "answers.jsonl", folder / "log"
-        request.write_text(json.dumps({"phases": tile.phases, "device": device, "runs": list(runs)}))
-        environment = {**os.environ, **tile.select, "MOK_VERIFYING": tile.name}
+        request.write_text(json.dumps({"phases": tile.phases, "row_block": tile.row_block, "device": device, "runs": list(runs)}))
+        environment = {**os.environ, **tile.select}
         environment.setdefault("MOK_TIMEOUT_LOCAL", "20")
         if device == "cpu":
             environment["CUDA_VISIBLE_DEVICES"] = ""

@@ -2,8 +2,8 @@
 
     python -m mok.verify.child REQUEST ANSWERS
 
-REQUEST: JSON {phases, device, runs: [[plant or null, precisions], ...]}. One JSON line per check goes to ANSWERS as it is
-done, so that a watchdog sees both how far this came and that it is alive.
+REQUEST: JSON {phases, row_block, device, runs: [[plant or null, precisions], ...]}. One JSON line per check goes to ANSWERS as it
+is done, so that a watchdog sees both how far this came and that it is alive.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from mok.groups import VirtualGroup
 from mok.verify import plants, problems
 
 Tensor = torch.Tensor
+Configs = dict[str, MoKConfig]
 GRADIENTS = (
     "d_x", "d_router_weights", "d_w_routed_gate", "d_w_routed_up", "d_w_routed_down", "d_w_shared_gate", "d_w_shared_up",
     "d_w_shared_down",
@@ -41,34 +42,34 @@ def main() -> int:
             answers.flush()
             os.fsync(answers.fileno())
 
-        device = request["device"]
+        device, configs = request["device"], problems.configs(request["row_block"])
         for plant, precisions in request["runs"]:
             if plant in plants.PROCESS:
                 plants.PROCESS[plant](device)
             for precision in precisions:
-                exact(precision, request["phases"], plant, device, partial(say, plant))
-                rounded(precision, request["phases"], plant, device, partial(say, plant))
+                exact(precision, request["phases"], configs, plant, device, partial(say, plant))
+                rounded(precision, request["phases"], configs, plant, device, partial(say, plant))
     return 0
 
 
-def exact(precision: str, phases: list[str], plant: str | None, device: str, say: Any) -> None:
+def exact(precision: str, phases: list[str], configs: Configs, plant: str | None, device: str, say: Any) -> None:
     """Integers on every ring: the bits of the reference engine on the CPU."""
     for number, size in enumerate(problems.SIZES):
         case = problems.integers(size, number)
         expected = step(case, precision, phases, MoKConfig(), "cpu")
-        for name, config in problems.CONFIGS.items():
+        for name, config in configs.items():
             found = step(case, precision, phases, config, device, plant)
             wrong = [tensor for tensor, value in expected.items() if not _same(value, found[tensor])]
             detail = f"{', '.join(wrong)} differ from the reference engine" if wrong else f"{len(expected)} tensors, all bits"
             say(f"integers {number}, {precision}, {name}", not wrong, detail)
 
 
-def rounded(precision: str, phases: list[str], plant: str | None, device: str, say: Any) -> None:
+def rounded(precision: str, phases: list[str], configs: Configs, plant: str | None, device: str, say: Any) -> None:
     """Normal numbers: as near to float64 as the plainest implementation in the same precision (`mok.acceptance`)."""
     case = problems.random(problems.SIZES[0], 7)
     if "backward" not in phases:
         case = _without_gradient(case)
-    found = step(case, precision, phases, problems.CONFIGS["whole ring"], device, plant)
+    found = step(case, precision, phases, configs["whole ring"], device, plant)
     report = acceptance.accept(found, case, precision)
     say(f"random, {precision}", report.ok, "within rounding of float64" if report.ok else str(report.bad()[0]))
 

@@ -18,12 +18,26 @@ from mok.engines.oracle import LayerInputs
 Tensor = torch.Tensor
 
 GATE_MEAN = 64.0  # low enough that no gate reaches 128, high enough that none falls below 32
-CONFIGS = {
-    "whole ring": MoKConfig(minibatch_size=256, macrobatch_size=2048, fwd_num_comm_sms=8, bwd_num_comm_sms=8),
-    "small ring, rows from the epilogue": MoKConfig(
-        minibatch_size=128, macrobatch_size=256, fwd_num_comm_sms=4, bwd_num_comm_sms=4, combine="epilogue"
-    ),
-}
+
+
+def configs(row_block: int = 128) -> dict[str, MoKConfig]:
+    """The rings and combine routes a tile is verified with, for experts padded to `row_block` rows."""
+    return {
+        "whole ring": MoKConfig(
+            minibatch_size=256, macrobatch_size=2048, fwd_num_comm_sms=8, bwd_num_comm_sms=8, row_block=row_block
+        ),
+        "small ring, rows from the epilogue": MoKConfig(
+            minibatch_size=row_block,
+            macrobatch_size=2 * row_block,
+            fwd_num_comm_sms=4,
+            bwd_num_comm_sms=4,
+            combine="epilogue",
+            row_block=row_block,
+        ),
+    }
+
+
+CONFIGS = configs()
 
 
 @dataclass(frozen=True, slots=True)
