@@ -39,6 +39,7 @@ def recorder(monkeypatch):
     recorder = Recorder()
     monkeypatch.setattr(driver, "kernel", recorder.kernel)
     monkeypatch.setattr(driver, "check_device", lambda index: 132)
+    monkeypatch.setattr(driver, "arch", lambda index: "sm_90a")
     monkeypatch.setattr(driver, "tensor_map", lambda tensor, box: tensor.data_ptr().to_bytes(8, "little").ljust(128, b"\1"))
     monkeypatch.setattr(megakernel, "_resident_clusters", lambda device, kernel, shared_bytes: recorder.resident)
     monkeypatch.setattr(build, "cubin", lambda source, defines: b"mok_backward mok_seal mok_forward mok_quantize mok_dequantize")

@@ -58,6 +58,7 @@ def recorder(monkeypatch):
     recorder = Recorder()
     monkeypatch.setattr(driver, "kernel", recorder.kernel)
     monkeypatch.setattr(driver, "check_device", lambda index: 132)
+    monkeypatch.setattr(driver, "arch", lambda index: "sm_90a")
     monkeypatch.setattr(driver, "tensor_map", lambda tensor, box: tensor.data_ptr().to_bytes(8, "little").ljust(128, b"\1"))
     monkeypatch.setattr(megakernel, "_resident_clusters", lambda device, kernel, shared_bytes: recorder.resident)
     return recorder
@@ -207,6 +208,7 @@ def test_load_and_launch_happen_on_the_tensors_device_not_on_the_current_one(mon
     monkeypatch.setattr(torch.cuda, "current_stream", stream)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
     monkeypatch.setattr(driver, "check_device", lambda index: 132)
+    monkeypatch.setattr(driver, "arch", lambda index: "sm_90a")
     monkeypatch.setattr(driver, "call", lambda name, *args: calls.append((name, current[0], args)) or len(calls))
     driver._kernel.cache_clear()
     try:

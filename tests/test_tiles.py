@@ -8,29 +8,29 @@ import re
 import pytest
 from test_kernels import CSRC, sass
 
-from mok.engines.cuda import backward_kernel, build, megakernel
-from mok.errors import CapabilityError
+from mok.engines.cuda import backward_kernel, build, megakernel, tiles
+from mok.errors import CapabilityError, InputError
+from mok.session import verdicts
 
 try:
     build.nvrtc_version()
 except CapabilityError as error:
     pytest.skip(f"NVRTC: {error}", allow_module_level=True)
 
-PORTABLE, SM100 = {"MOK_TILE": 1}, {"MOK_TILE": 2}
+PORTABLE, SM100 = tiles.TILES["portable"], tiles.TILES["sm_100a"]
 ARCHS = ("sm_90a", "sm_100a", "sm_103a")
 
 
 def compiled(source: str, defines: dict[str, int], arch: str) -> tuple[bytes, list[int]]:
     """(code, bytes of stack frame, spill stores, spill loads)."""
-    kept = {name: value for name, value in defines.items() if name != "MOK_SHARED_BYTES"}
-    code, log = build.compile_source(CSRC, source, kept, arch)
+    code, log = build.compile_source(CSRC, source, defines, arch)
     spills = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log)
     assert spills, log
     return code, [int(number) for number in spills[0]]
 
 
-def forward(tile: dict[str, int], *, combine: str = "epilogue", mxfp8: bool = False, trace: bool = False) -> dict[str, int]:
-    return megakernel.defines(combine=combine, mxfp8=mxfp8, trace=trace) | tile
+def forward(tile: tiles.Tile, *, combine: str = "epilogue", mxfp8: bool = False, trace: bool = False) -> dict[str, int]:
+    return megakernel.defines(combine=combine, mxfp8=mxfp8, trace=trace, tile=tile)
 
 
 @pytest.mark.parametrize("arch", ["sm_100a", pytest.param("sm_103a", marks=pytest.mark.slow)])
@@ -71,7 +71,7 @@ def test_the_portable_forward_multiplies_by_mma_sync_without_spills(arch, tmp_pa
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHS)
 def test_the_portable_backward_compiles_and_reads_operands_both_ways(arch, tmp_path):
-    defines = backward_kernel.defines(combine="epilogue", mxfp8=False, trace=False) | PORTABLE
+    defines = backward_kernel.defines(combine="epilogue", mxfp8=False, trace=False, tile=PORTABLE)
     code, _ = compiled("backward.cu", defines, arch)  # it spills a little: the fall-back is right first
     text = sass(code, tmp_path)
     assert "LDSM.16.MT88.4" in text
@@ -114,3 +114,38 @@ def test_descriptors_are_the_isas(tmp_path):
     assert holds(tmp_path, " && ".join(right))
     for statement in right:
         assert not holds(tmp_path, statement.replace("==", "!="))
+
+
+def test_a_gpu_gets_the_tile_that_needs_no_verdict(monkeypatch):
+    monkeypatch.delenv("MOK_TILE", raising=False)
+    assert tiles.chosen("sm_90a").name == "sm_90a"
+    assert {tiles.chosen(arch, phase).name for arch in ("sm_100a", "sm_103a") for phase in ("forward", "backward")} == {
+        "portable"
+    }
+    assert tiles.arch_of((12, 0)) is None
+    monkeypatch.setenv("MOK_TILE", "sm_100a")
+    assert tiles.chosen("sm_103a").name == "sm_100a"
+    assert tiles.chosen("sm_103a", "backward").name == "portable"
+    with pytest.raises(CapabilityError, match=r"sm_100a, sm_103a, and this GPU is sm_90a.*MOK_TILE=portable"):
+        tiles.chosen("sm_90a")
+    monkeypatch.setenv("MOK_TILE", "portabel")
+    with pytest.raises(InputError, match="did you mean 'portable'"):
+        tiles.chosen("sm_90a")
+    monkeypatch.setenv("MOK_TILE", "portable")
+    assert tiles.chosen("sm_90a").number == 1
+
+
+def test_the_pairs_tile_wants_rows_in_pairs_of_blocks():
+    megakernel.check_tile(SM100, 256, 512, 256)
+    with pytest.raises(InputError, match=r"multiples of 256, got 256, 512, 128; use MoKConfig\(row_block=256\)"):
+        megakernel.check_tile(SM100, 256, 512, 128)
+    megakernel.check_tile(PORTABLE, 128, 128, 128)
+
+
+def test_verdicts_know_every_tile():
+    assert {tile.name for tile in verdicts.TILES} == set(tiles.TILES)
+    for tile in verdicts.TILES:
+        assert tile.select == {"MOK_TILE": tile.name}
+        assert {arch.rstrip("a") for arch in tiles.TILES[tile.name].archs} == set(tile.archs)
+    assert verdicts.running("sm_100").name == "portable"
+    assert verdicts.running("sm_90").name == "sm_90a"

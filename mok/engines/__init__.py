@@ -49,7 +49,7 @@ def resolve(name: str, device_type: str) -> str:
         if reason is None:
             return "cuda"
         raise CapabilityError(
-            f"engine 'cuda' cannot run here: {reason}. It needs an SM90 GPU (H100, H200) and NVRTC; "
+            f"engine 'cuda' cannot run here: {reason}. It needs an SM90, SM100 or SM103 GPU (H100, H200, B200, B300) and NVRTC; "
             "engine='torch' runs the same step on any device."
         )
     importlib.import_module("mok.engines.upstream").interpreter()
@@ -64,7 +64,7 @@ def missing_for_cuda() -> str | None:
     if not torch.cuda.is_available():
         return "no CUDA GPU was found"
     major, minor = torch.cuda.get_device_capability()
-    if (major, minor) != (9, 0):
+    if importlib.import_module("mok.engines.cuda.tiles").arch_of((major, minor)) is None:
         return f"found {torch.cuda.get_device_name()} (SM{major}{minor})"
     build = importlib.import_module("mok.engines.cuda.build")
     try:

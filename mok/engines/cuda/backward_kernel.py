@@ -14,6 +14,7 @@ import torch
 from mok.engines.cuda import driver, megakernel, options
 from mok.engines.cuda.params import BACKWARD_FLAGS, BACKWARD_MAPS, FLAG_ARRAYS, BackwardParams, SealParams
 from mok.engines.cuda.quantize import dequantize
+from mok.engines.cuda.tiles import TILES, Tile, chosen
 from mok.errors import require
 
 Tensor = torch.Tensor
@@ -26,9 +27,9 @@ _SEAL_GRID, _SEAL_THREADS = 132, 256
 GRADS = ("gate", "up", "down", "gate_shared", "up_shared", "down_shared")
 
 
-def defines(*, combine: str, mxfp8: bool, trace: bool) -> dict[str, int]:
+def defines(*, combine: str, mxfp8: bool, trace: bool, tile: Tile = TILES["sm_90a"]) -> dict[str, int]:
     """Compile-time choices of one specialisation."""
-    return {**megakernel.defines(combine=combine, mxfp8=mxfp8, trace=trace), "MOK_SHARED_BYTES": SHARED_BYTES}
+    return {**megakernel.defines(combine=combine, mxfp8=mxfp8, trace=trace, tile=tile), "MOK_SHARED_BYTES": SHARED_BYTES}
 
 
 def backward(
@@ -144,7 +145,11 @@ def backward(
     p.limit = math.inf if swiglu_limit is None else swiglu_limit
     recording = megakernel.record_trace(p, grid, num_comm_sms, rank, tokens_per_expert, minibatch, ring_rows, tokens, device)
     kernel = driver.kernel(
-        "backward.cu", "mok_backward", device, defines(combine=combine, mxfp8=mxfp8, trace=recording), SHARED_BYTES
+        "backward.cu",
+        "mok_backward",
+        device,
+        defines(combine=combine, mxfp8=mxfp8, trace=recording, tile=chosen(driver.arch(device.index), "backward")),
+        SHARED_BYTES,
     )
     megakernel.check_residency(kernel, device, num_comm_sms, SHARED_BYTES, "bwd_num_comm_sms")
     kernel.launch(grid, megakernel.THREADS, p)

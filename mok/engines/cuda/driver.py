@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from mok.engines.cuda import build
+from mok.engines.cuda import build, tiles
 from mok.errors import CapabilityError, InputError, MokError
 
 Tensor = torch.Tensor
@@ -58,12 +58,19 @@ def call(name: str, *args: Any) -> Any:
 def check_device(index: int) -> int:
     """SMs of the GPU. Raises CapabilityError for one the kernels do not run on."""
     properties = torch.cuda.get_device_properties(index)
-    if (properties.major, properties.minor) != (9, 0):
+    if tiles.arch_of((properties.major, properties.minor)) is None:
         raise CapabilityError(
-            f"found {properties.name} (SM{properties.major}{properties.minor}); engine 'cuda' supports SM90 (H100, H200); "
-            "engine='torch' still runs the same step on this machine."
+            f"found {properties.name} (SM{properties.major}{properties.minor}); engine 'cuda' supports SM90 (H100, H200), SM100 "
+            "and SM103; engine='torch' still runs the same step on this machine."
         )
     return int(properties.multi_processor_count)
+
+
+@functools.cache
+def arch(index: int) -> str:
+    """What NVRTC compiles for on a GPU: "sm_90a". Raises CapabilityError for one the kernels do not run on."""
+    check_device(index)
+    return tiles.ARCHS[torch.cuda.get_device_capability(index)]
 
 
 def device_of(what: str, *tensors: Tensor | None) -> torch.device:
@@ -106,10 +113,9 @@ class Kernel:
 
 @functools.cache
 def _kernel(device: int, folder: str, source: str, defines: tuple[tuple[str, int], ...], name: str, shared_bytes: int) -> Kernel:
-    check_device(device)
     with torch.cuda.device(device):
         torch.cuda.current_stream()  # makes the primary context current
-        return Kernel(build.cubin(source, dict(defines)), name, shared_bytes, device)
+        return Kernel(build.cubin(source, dict(defines), arch(device)), name, shared_bytes, device)
 
 
 def kernel(

@@ -14,6 +14,7 @@ import torch
 
 from mok.engines.cuda import driver, options
 from mok.engines.cuda.params import A_OPERANDS, B_OPERANDS, FLAG_ARRAYS, MAX_PEERS, BackwardParams, ForwardParams
+from mok.engines.cuda.tiles import TILES, Tile, chosen
 from mok.errors import CapabilityError, InputError, require
 
 Tensor = torch.Tensor
@@ -21,19 +22,19 @@ Tensor = torch.Tensor
 TILE_ROWS = 128
 THREADS = 384
 _TRACE_LANES = 8
-SHARED_BYTES = 230832  # kSharedBytes of csrc/forward.cu, which checks it when compiled
 _BOX_A = (128, 64)
 _BOX_B = (1, 128, 64)
 
 
-def defines(*, combine: str, mxfp8: bool, trace: bool, recompute: bool = False) -> dict[str, int]:
+def defines(*, combine: str, mxfp8: bool, trace: bool, recompute: bool = False, tile: Tile = TILES["sm_90a"]) -> dict[str, int]:
     """Compile-time choices of one specialisation."""
-    return {
+    chosen = {
         "MOK_COMBINE_COMM": int(combine == "comm"),
         "MOK_MXFP8": int(mxfp8),
         "MOK_TRACE": int(trace),
-        "MOK_SHARED_BYTES": SHARED_BYTES,
-    } | ({"MOK_RECOMPUTE": 1} if recompute else {})
+        "MOK_SHARED_BYTES": tile.shared_bytes,
+    }
+    return chosen | ({"MOK_RECOMPUTE": 1} if recompute else {}) | ({"MOK_TILE": tile.number} if tile.number else {})
 
 
 @functools.cache
@@ -85,6 +86,16 @@ def check_sizes(
     if not 2 <= num_comm_sms <= grid - 2 or num_comm_sms % 2:
         raise InputError(f"num_comm_sms must be an even number in [2, {grid - 2}] on this GPU ({sms} SMs), got {num_comm_sms}.")
     return grid
+
+
+def check_tile(tile: Tile, minibatch: int, ring_rows: int, row_block: int) -> None:
+    """Raise InputError for rows that do not fill the tile: a pair of CTAs multiplies 256 rows or none."""
+    rows = tile.row_block
+    require(
+        minibatch % rows == 0 and ring_rows % rows == 0 and row_block % rows == 0,
+        f"tile {tile.name} needs minibatch, ring_rows and row_block in multiples of {rows}, got {minibatch}, {ring_rows}, "
+        f"{row_block}; use MoKConfig(row_block={rows}), or MOK_TILE=portable.",
+    )
 
 
 def check_residency(kernel: driver.Kernel, device: torch.device, num_comm_sms: int, shared_bytes: int, knob: str) -> None:
@@ -156,6 +167,8 @@ def launch(
     grid = check_sizes(
         device, hidden, intermediate, len(x_peers), minibatch, ring_rows, row_block, num_comm_sms, step=128 if mxfp8 else 64
     )
+    tile = chosen(driver.arch(device.index))
+    check_tile(tile, minibatch, ring_rows, row_block)
     now = options.current()
 
     def empty(*size: int) -> Tensor:
@@ -185,7 +198,8 @@ def launch(
     per_ring = math.ceil(ring_rows / minibatch)
     max_minis = per_ring * math.ceil(max_rows / ring_rows)
     blocks = max_rows // TILE_ROWS
-    sync = torch.zeros(FLAG_ARRAYS + max_minis + math.ceil(tokens / TILE_ROWS) + 3 * blocks, dtype=torch.int32, device=device)
+    shared_blocks = math.ceil(tokens / tile.row_block) * (tile.row_block // TILE_ROWS)
+    sync = torch.zeros(FLAG_ARRAYS + max_minis + shared_blocks + 3 * blocks, dtype=torch.int32, device=device)
 
     p = ForwardParams()
     for i, name in enumerate(A_OPERANDS):
@@ -216,10 +230,10 @@ def launch(
         "forward.cu",
         "mok_forward",
         device,
-        defines(combine=combine, mxfp8=mxfp8, trace=recording, recompute=recompute),
-        SHARED_BYTES,
+        defines(combine=combine, mxfp8=mxfp8, trace=recording, recompute=recompute, tile=tile),
+        tile.shared_bytes,
     )
-    check_residency(kernel, device, num_comm_sms, SHARED_BYTES, "fwd_num_comm_sms")
+    check_residency(kernel, device, num_comm_sms, tile.shared_bytes, "fwd_num_comm_sms")
     kernel.launch(grid, THREADS, p)
     return {
         "x_routed": buffers["x_ring"] if save_context else empty(0),
