@@ -270,3 +270,27 @@ def test_launch_inside_a_slurm_allocation(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.delenv("SLURM_JOB_ID")
     with contextlib.suppress(KeyError), pytest.raises(MokError, match="needs a Slurm allocation"):
         launchers.chosen("srun")
+
+
+def test_real_ranks_against_virtual_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`mok verify --ranks 2`: two Workloads of its eight, a rank that stands still, and the report."""
+    import json
+
+    from mok.cli import main
+    from mok.verify import group
+
+    every = list(group.workloads(2))
+    assert len(every) == 8
+    assert {0, 512} <= {count for _, work in every for count in work.token_counts}
+    monkeypatch.setattr(group, "workloads", lambda size: iter([every[1], every[-1]]))
+    monkeypatch.setattr(group, "PEER_TIMEOUT_S", 3.0)
+    path = tmp_path / "ranks.json"
+    assert main(["verify", "--ranks", "2", "--device", "cpu", "--report", str(path)]) == 0
+    found = json.loads(path.read_text())
+    assert found["ok"]
+    assert [check["ok"] for check in found["checks"]] == [True] * 4
+    assert "ranks = VirtualGroup(2) = VirtualGroup(1)" in found["checks"][0]["what"]
+    assert "rank 1 did not arrive" in found["checks"][2]["what"]
+    assert any("no link was crossed" in text for text in found["not_run"])
+    assert main(["verify", "--ranks", "3"]) == 2
+    assert main(["verify", "--ranks", "2", "--self-test"]) == 2

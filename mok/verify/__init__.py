@@ -236,8 +236,11 @@ def _last_line(log: Path) -> str:
     return lines[-1][:300] if lines else "it said nothing"
 
 
-def write_report(report: Report, path: Path) -> Path:
-    """Write one shareable JSON file under a new name: no host, no user, no path. Raises InputError when it exists."""
+def write_report(report: Any, path: Path) -> Path:
+    """Write a `Report` or `GroupReport` as one shareable JSON file: no host, no user, no path.
+
+    The name must be new. Raises InputError when it exists, or its folder does not.
+    """
     require(not path.exists(), f"{path} exists already and is left alone; choose another name.")
     require(path.parent.is_dir(), f"there is no folder {path.parent}; make it first.")
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
