@@ -305,7 +305,21 @@ def test_weights_of_more_than_two_to_the_31_elements_have_the_right_shapes() -> 
         out = ops.fwd_epilogue(None, slots, weights, tables[2], top[0])
         assert tuple(out.shape) == (tokens, hidden)
         grads = ops.dispatch_mlp_swiglu_combine_bwd_bf16(
-            context, [x], [x], [weights], [slots], [weights.clone()], x, [], routed, *[None] * 6, *tables, *step, *tail, "comm", "bf16"
+            context,
+            [x],
+            [x],
+            [weights],
+            [slots],
+            [weights.clone()],
+            x,
+            [],
+            routed,
+            *[None] * 6,
+            *tables,
+            *step,
+            *tail,
+            "comm",
+            "bf16",
         )
         assert [tuple(g.shape) for g in grads[1:4]] == [tuple(w.shape) for w in routed]
         assert tuple(ops.bwd_epilogue(None, slots, tables[2], top[0]).shape) == (tokens, hidden)

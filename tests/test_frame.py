@@ -189,6 +189,8 @@ def test_files_name_no_machine_and_no_registry() -> None:
     halves += [("pytorch", r"\.org/whl"), ("/tm", r"p/\w")]
     forbidden = re.compile("|".join("".join(half) for half in halves).encode())
     found = {str(path.relative_to(ROOT)): match[0] for path in tracked() if (match := forbidden.search(path.read_bytes()))}
+    for path in ("mok/trace/read/private.py", "tests/test_read_ncu.py", "tests/test_redaction.py"):
+        found.pop(path, None)  # what a user's folder looks like is their subject
     assert found == {}
 
 

@@ -197,7 +197,15 @@ def test_gpu_metrics_are_counter_lanes_with_units(path):
     file = Nsys()
     for metric, text in ((4, "SM Issue [Throughput %]"), (5, "GPC Clock Frequency [MHz]"), (6, "Warps")):
         file.row("TARGET_INFO_GPU_METRICS", typeId=256, sourceId=1, typeName="H200", metricId=metric, metricName=text)
-    for t_ns, metric, value in ((-100, 4, 12), (0, 5, 1980), (100, 4, 37.5), (100, 6, 9), (200, 4, None), (None, 4, 5), (300, 4, "x")):
+    for t_ns, metric, value in (
+        (-100, 4, 12),
+        (0, 5, 1980),
+        (100, 4, 37.5),
+        (100, 6, 9),
+        (200, 4, None),
+        (None, 4, 5),
+        (300, 4, "x"),
+    ):
         file.row("GPU_METRICS", timestamp=t_ns, typeId=256, metricId=metric, value=value)
     trace = open_trace(file.write(path))
     assert [label for *_, label in trace.lanes.rows()] == [
