@@ -45,6 +45,7 @@ def forward(
     comm_sms: CommSms = None,
     minibatch: MinibatchRows = None,
     combine: Combine = None,
+    ranks: Annotated[str | None, typer.Option(help="Real ranks, one GPU each, beside NCCL all-to-all: 2 or 2,4,8.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Time the forward step beside the torch pipeline and dense GEMMs; needs an SM90 GPU.
@@ -56,7 +57,11 @@ def forward(
     Examples:
       mok bench forward --tune --out h200_forward.json
       mok bench forward dsv3-ep8-t8192 qwen3-30b-ep4-t8192+zipf1.2 --comm-sms 6 --minibatch 4096 --combine epilogue
+      mok bench forward dsv3-ep8-t8192 --ranks 2 --out h200x2_forward.json
     """
+    if ranks is not None:
+        _ranks(ranks, cases, out, rounds)
+        return
     _kernels("forward", cases, out, replace, rounds, tune, comm_sms, minibatch, combine, as_json)
 
 
@@ -176,6 +181,17 @@ def views(
         import msgspec
 
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(record.data), indent=2).decode() + "\n")
+
+
+def _ranks(text: str, cases: list[str] | None, out: Path | None, rounds: int) -> None:
+    from mok.bench import ranks as bench
+    from mok.bench.cases import BASES
+
+    def say(line: str) -> None:
+        sys.stdout.write(line + "\n")
+        sys.stdout.flush()
+
+    bench.run(bench.sizes_of(text), cases or list(BASES), rounds, out, say)
 
 
 def _kernels(

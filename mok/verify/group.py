@@ -20,7 +20,7 @@ from mok import measure
 from mok.config import MoKConfig
 from mok.errors import MokError, PoolError, is_int, require
 from mok.session import device_facts
-from mok.session.pool import RankPool
+from mok.session.pool import ANSWER_GRACE_S, RankPool
 from mok.session.source import commit_of
 from mok.session.where import allocation
 from mok.shapes import MoEShape
@@ -176,7 +176,7 @@ def _stopped(pool: RankPool, work: Workload, check: Callable[[str, bool, str], N
         took = time.monotonic() - start
         named = "did not arrive" in str(error) or "ranks arrived" in str(error)
         text = str(error).splitlines()[0][:300]
-        check("a rank stops in mid-step", named and took < 2.5 * PEER_TIMEOUT_S, f"after {took:.1f} s: {text}")
+        check("a rank stops in mid-step", named and took < PEER_TIMEOUT_S + 2 * ANSWER_GRACE_S, f"after {took:.1f} s: {text}")
     finally:
         pool.stop()
 
