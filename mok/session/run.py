@@ -29,6 +29,11 @@ class RankRun:
         """Whether `result` returns, or raises, at once."""
         return not self._thread.is_alive()
 
+    @property
+    def error(self) -> BaseException | None:
+        """What the run ended with, None for a good end and while it runs."""
+        return self._error
+
     def result(self, timeout_s: float | None = None) -> Measurement:
         """The Measurement, or the error of the run. Raises PoolError when it is not there within `timeout_s`."""
         self._thread.join(timeout_s)
