@@ -74,6 +74,15 @@ def test_planted_protocol_bugs_are_caught(tmp_path, name, bug, codes):
 
 
 @needs_gxx
+@pytest.mark.parametrize("bug, codes", [(None, {0}), ("MOK_BUG_PARK", {RACE, WRONG})])
+def test_a_parking_place_is_not_taken_before_the_last_one_has_left_it(tmp_path, bug, codes):
+    # enough copying threads that those which wait for the late tile's rows do not hold up all others, as on a GPU
+    binary = build(tmp_path, "-fsanitize=thread", *([f"-D{bug}"] if bug else []), name="backward")
+    done = run(binary, "late", 1, 3, 40)
+    assert done.returncode in codes, (done.returncode, done.stdout, done.stderr)
+
+
+@needs_gxx
 @pytest.mark.parametrize("direction", ["forward", "backward", "recompute"])
 def test_plan_equals_the_kernels_decode_task_by_task(tmp_path, direction):
     backward = direction == "backward"

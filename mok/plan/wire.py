@@ -201,12 +201,12 @@ def _backward(cut: Cut, flags: Flags, tasks: _Slots, units: _Slots) -> None:
     before = np.maximum(segment - 1, 0)
     same = (segment > 0) & (cut.grad_expert[before] == wgrad.column("expert")) if len(cut.grad_expert) else segment > 0
     wgrad.wait(wgrad_done, before, same)
-    # there is one parking place: who parks at a macrobatch's end waits for whoever took it up at that macrobatch's start
+    # there is one parking place: who parks at a macrobatch's end waits for whoever took up there last, in that one or before
     if len(cut.grad_expert):
-        last = np.searchsorted(cut.grad_begin, cut.grad_begin[segment] // (ROWS * cut.ring_blocks) * (ROWS * cut.ring_blocks))
         straddles = np.append(cut.grad_expert[1:] == cut.grad_expert[:-1], False)  # goes on in the next macrobatch
-        resumed = (last > 0) & straddles[np.maximum(last - 1, 0)]
-        wgrad.wait(wgrad_done, last, (segment >= 0) & straddles[segment] & resumed & (last != segment))
+        resumes = np.append(False, straddles[:-1])
+        latest = np.maximum.accumulate(np.where(resumes, np.arange(len(resumes)), -1))[segment]
+        wgrad.wait(wgrad_done, latest, (segment >= 0) & straddles[segment] & (latest >= 0) & (latest != segment))
     wgrad.signal(wgrad_done, segment)
 
     shared_down = tasks.of(Kind.DGRAD_DOWN_SHARED)

@@ -1,6 +1,7 @@
 // The backward kernel's own task order and flags, run by host threads over plain memory; see protocol.cpp.
 //
 //   backward fuzz SEED COUNT THREADS
+//   backward late SEED COUNT THREADS    one problem, whose parked accumulators are taken up late
 //   backward dump H I T has_shared ring minibatch rank ep combine_by_comm experts...
 #include <algorithm>
 #include <atomic>
@@ -35,6 +36,7 @@ struct Worker {
   Memory& m;
   BackwardFlags flags;
   HostEnv env;
+  bool late = false;  // hold back one tile that takes up parked accumulators
   int g = p.gate_up_tiles(), n = p.sizes.inner_tiles, d = p.down_tiles();
 
   int ring_block(const BackwardTask& t, int block) const { return is_shared(t.kind) ? block : block - t.macro * (p.ring / kBlockRows); }
@@ -84,6 +86,9 @@ struct Worker {
     int kind = routed_kind(t.kind), tiles = kind == kWgradDown ? n : d, which = kind - kWgradDown;
     int most = std::max(ceil_div(p.hidden, kBlockRows) * n, ceil_div(p.intermediate, kBlockRows) * d);
     int place = (which * most + block * tiles + tile) * 2 + half, sum = 0;
+    if (late && t.chain == kResume && kind == kWgradUp && block + tile == 0) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(200));
+    }
     acquire_chain(env, p, flags, t);
     if (t.chain & kResume) sum = m.parked[place];
     for (int r = t.row; r < t.row + t.rows; r += kBlockRows) {
@@ -219,7 +224,7 @@ static bool check(const BackwardProblem& p, const Memory& m) {
          expert(0, 0, ceil_div(p.shared_rows, kBlockRows), true, const_cast<int*>(m.shared_grads.data()));
 }
 
-static int fuzz(unsigned seed, int count, int threads) {
+static int fuzz(unsigned seed, int count, int threads, bool late) {
   for (int number = 0; number < count; ++number) {
     std::minstd_rand random(seed + number);
     auto pick = [&](int low, int high) { return low + (int)(random() % (unsigned)(high - low + 1)); };
@@ -228,8 +233,14 @@ static int fuzz(unsigned seed, int count, int threads) {
     int rows = 0;
     for (int t : tokens) rows += t;
     int mini = kBlockRows * pick(1, 3), ring = kBlockRows * pick(1, std::max(1, rows / kBlockRows + 1)), ep = pick(1, 4);
-    int has_shared = pick(0, 1);
-    BackwardProblem p{{64 * pick(1, 8), 64 * pick(1, 8), has_shared ? pick(0, 400) : 0, (int)tokens.size(), rows, ring, mini,
+    int has_shared = pick(0, 1), hidden = 64 * pick(1, 8), intermediate = 64 * pick(1, 8);
+    if (late) {
+      // the first expert takes up in macrobatch 1 and ends there, nobody takes up in macrobatch 2, the last expert parks
+      // there, and none of its rows lies where the first one's lay
+      tokens = {3 * kBlockRows, kBlockRows, kBlockRows, 4 * kBlockRows};
+      rows = 9 * kBlockRows, ring = 2 * kBlockRows, mini = kBlockRows, has_shared = 0, hidden = intermediate = 64;
+    }
+    BackwardProblem p{{hidden, intermediate, has_shared ? pick(0, 400) : 0, (int)tokens.size(), rows, ring, mini,
                        pick(0, ep - 1), ep, pick(0, 1), kEverything, tokens.data()}, has_shared, {}};
     p.sizes = BackwardSizes::of(p.hidden, p.intermediate, ring);
     int g = p.gate_up_tiles(), n = p.sizes.inner_tiles, d = p.down_tiles(), blocks = rows / kBlockRows, ring_blocks = ring / kBlockRows;
@@ -251,10 +262,10 @@ static int fuzz(unsigned seed, int count, int threads) {
     Shared shared;
     shared.deadline = Clock::now() + std::chrono::seconds(2);
     std::vector<std::thread> pool;
-    int comm = 1 + number % std::max(1, threads / 2);
+    int comm = late ? threads / 2 : 1 + number % std::max(1, threads / 2);
     for (int i = 0; i < threads; ++i) {
       pool.emplace_back([&, i] {
-        Worker w{p, m, flags, HostEnv{shared, std::minstd_rand(seed * 31 + number * 7 + i)}};
+        Worker w{p, m, flags, HostEnv{shared, std::minstd_rand(seed * 31 + number * 7 + i)}, late};
         if (i < comm) w.communicate(shared); else w.compute(shared);
       });
     }
@@ -294,8 +305,11 @@ static int dump(int n, char** v) {
 }
 
 int main(int argc, char** argv) {
-  if (argc == 5 && !std::strcmp(argv[1], "fuzz")) return fuzz(std::atoi(argv[2]), std::atoi(argv[3]), std::atoi(argv[4]));
+  bool late = argc > 1 && !std::strcmp(argv[1], "late");
+  if (argc == 5 && (late || !std::strcmp(argv[1], "fuzz"))) {
+    return fuzz(std::atoi(argv[2]), std::atoi(argv[3]), std::atoi(argv[4]), late);
+  }
   if (argc > 11 && !std::strcmp(argv[1], "dump")) return dump(argc - 2, argv + 2);
-  std::fprintf(stderr, "usage: backward fuzz SEED COUNT THREADS | backward dump H I T has_shared ring minibatch rank ep comm experts...\n");
+  std::fprintf(stderr, "usage: backward fuzz|late SEED COUNT THREADS | backward dump H I T has_shared ring minibatch rank ep comm experts...\n");
   return 64;
 }
