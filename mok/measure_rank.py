@@ -61,10 +61,10 @@ class _Prefixed:
 def main() -> int:
     """Join the pool, then run Workloads until the notebook says stop or is gone."""
     rank, local = _number("RANK", "SLURM_PROCID"), _number("LOCAL_RANK", "SLURM_LOCALID")
-    size = int(os.environ["MOK_POOL_SIZE"])
+    size = int(os.environ["MOKPOOL_SIZE"])
     sys.stdout, sys.stderr = _Prefixed(sys.stdout, rank), _Prefixed(sys.stderr, rank)
-    wire = knock(os.environ["MOK_POOL_ADDRESS"], os.environ.pop("MOK_POOL_TOKEN"))
-    bound = numa.bind(local) if os.environ["MOK_POOL_DEVICE"] != "cpu" else ""
+    wire = knock(os.environ["MOKPOOL_ADDRESS"], os.environ.pop("MOKPOOL_TOKEN"))
+    bound = numa.bind(local) if os.environ["MOKPOOL_DEVICE"] != "cpu" else ""
     device, label, store = _device(local), "", None
     import torch
     import torch.distributed as dist
@@ -368,9 +368,9 @@ def _number(*names: str) -> int:
 
 
 def _device(local: int) -> torch.device:
-    """The device of this rank by MOK_POOL_DEVICE: its GPU, or the CPU. Raises CapabilityError for more ranks than GPUs."""
+    """The device of this rank by MOKPOOL_DEVICE: its GPU, or the CPU. Raises CapabilityError for more ranks than GPUs."""
     torch = importlib.import_module("torch")
-    wanted, count = os.environ["MOK_POOL_DEVICE"], torch.cuda.device_count() if torch.cuda.is_available() else 0
+    wanted, count = os.environ["MOKPOOL_DEVICE"], torch.cuda.device_count() if torch.cuda.is_available() else 0
     on_host = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_NTASKS_PER_NODE") or local + 1)
     if wanted == "cpu" or (wanted == "auto" and count < on_host):
         return torch.device("cpu")  # type: ignore[no-any-return]

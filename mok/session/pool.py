@@ -186,8 +186,8 @@ class RankPool:
         self._events: queue.Queue[tuple[int, Message | None, list[bytes]]] = queue.Queue()
         door = Door(local=self.launcher == "torchrun")
         environment = {
-            **os.environ, "MOK_POOL_ADDRESS": door.address, "MOK_POOL_TOKEN": door.token, "MOK_POOL_SIZE": str(self.size),
-            "MOK_POOL_DEVICE": self.device, "PYTHONUNBUFFERED": "1",
+            **os.environ, "MOKPOOL_ADDRESS": door.address, "MOKPOOL_TOKEN": door.token, "MOKPOOL_SIZE": str(self.size),
+            "MOKPOOL_DEVICE": self.device, "PYTHONUNBUFFERED": "1",
         }  # fmt: skip
         if self.device != "cuda":  # ranks share the cores; torchrun would say so, at length
             environment.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // self.size)))
