@@ -26,7 +26,8 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from mok.errors import FaultError, InputError, MokError, WorkspaceError
-from mok.session import numa
+from mok.session import numa, nvml
+from mok.session.where import visible
 from mok.session.wire import Message, Wire, knock
 from mok.workload import Workload
 
@@ -64,7 +65,8 @@ def main() -> int:
     size = int(os.environ["MOKPOOL_SIZE"])
     sys.stdout, sys.stderr = _Prefixed(sys.stdout, rank), _Prefixed(sys.stderr, rank)
     wire = knock(os.environ["MOKPOOL_ADDRESS"], os.environ.pop("MOKPOOL_TOKEN"))
-    bound = numa.bind(local) if os.environ["MOKPOOL_DEVICE"] != "cpu" else ""
+    beside = visible(os.environ, len(nvml.gpu_names()))  # the driver counts all GPUs, CUDA those it may use
+    bound = numa.bind(beside[local]) if os.environ["MOKPOOL_DEVICE"] != "cpu" and local < len(beside) else ""
     device, label, store = _device(local), "", None
     import torch
     import torch.distributed as dist
