@@ -2,8 +2,9 @@
 
 backward_ms times `functional.backward` in one CUDA graph on a context that forward saved: input copies, megakernel,
 sums over k. step_ms times forward and backward in one graph, step_recompute_ms the same with the context rebuilt
-instead of saved. step_peak_mib is the largest memory a step allocates beyond its inputs and weights. Gradients are
-compared with the torch pipeline's before anything is timed.
+instead of saved. step_peak_mib is the largest memory a step holds beyond its inputs and weights: ours includes the
+workspace, whose slots of y and d_x the pipeline allocates in every step. Gradients are compared with the torch
+pipeline's before anything is timed.
 """
 
 from __future__ import annotations
@@ -26,12 +27,14 @@ from mok.bench.timing import Replay, Samples, capture, interleave
 from mok.bench.training import GRADIENTS, TorchStep, calls_of, floors
 from mok.config import MoKConfig
 from mok.errors import NumericsError
+from mok.workspace import MoKWorkspace
 
 Tensor = torch.Tensor
 
 TOLERANCE = {"bf16": 1e-2, "mxfp8": 1.5e-1}  # of a gradient's norm; MXFP8's own error is 8e-2
 ROW_TOLERANCE = {"bf16": 5e-2, "mxfp8": 1.0}
 GRID = [(sms, rows) for sms in (4, 8, 12, 16) for rows in (2048, 4096)]
+SYMMETRIC = ("x", "d_y", "combine", "d_x_routed", "router_weight", "d_router_weight")  # buffers of a workspace, one per rank
 WARM_CALLS = 3  # two plain runs and the captured one: each spends a context
 
 
@@ -169,6 +172,8 @@ def _step(
     case, sets = problem.case.name, range(len(problem.sets))
     peaks = {"ours": peak_mib(partial(ours.step, 0)), "recompute": peak_mib(partial(ours.step, 0, recompute=True))}
     peaks["torch"] = peak_mib(partial(pipeline.step, 0))
+    held = workspace_mib(ours.workspace)
+    peaks |= {name: peaks[name] + held for name in ("ours", "recompute")}
     contestants: dict[str, list[Replay]] = {
         "ours": _graphs([partial(ours.step, number) for number in sets]),
         "recompute": _graphs([partial(ours.step, number, recompute=True) for number in sets]),
@@ -183,12 +188,12 @@ def _step(
     ]
     for name, metric in (("ours", "step_peak_mib"), ("recompute", "step_recompute_peak_mib")):
         beside = {"torch": Samples.of([peaks["torch"]])}
-        rows.append(row_of(case, metric, Samples.of([peaks[name]]), beside, how))
+        rows.append(row_of(case, metric, Samples.of([peaks[name]]), beside, how | {"workspace_mib": held}))
     return rows, seen
 
 
 def peak_mib(call: Callable[[], Any]) -> float:
-    """MiB a call allocates at most beyond what is allocated before it; the workspace, made once, is not in it."""
+    """MiB a call allocates at most beyond what is allocated before it."""
     call()
     gc.collect()
     torch.cuda.synchronize()
@@ -197,3 +202,9 @@ def peak_mib(call: Callable[[], Any]) -> float:
     call()
     torch.cuda.synchronize()
     return float((torch.cuda.max_memory_allocated() - before) / 2**20)
+
+
+def workspace_mib(workspace: MoKWorkspace) -> float:
+    """MiB of device memory a workspace keeps for the ranks that run here."""
+    buffers = (getattr(workspace, name)[rank] for name in SYMMETRIC for rank in workspace.ranks.local)
+    return sum(tensor.nbytes for tensor in (*buffers, workspace.topk_all, workspace.token_counts)) / 2**20

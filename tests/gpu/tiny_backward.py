@@ -36,4 +36,7 @@ for shared, combine, traced, precision, ep in (
         )
     space.check()
     finite = all(bool(t.isfinite().all()) for t in (*found, *(mains or ())) if t is not None)
-    print(f"{precision} EP={ep} shared={shared} {combine} traced={traced}: gradients finite {finite}", flush=True)
+    print(
+        f"{'ok  ' if finite else 'FAIL'} {precision} EP={ep} shared={shared} {combine} traced={traced}: gradients finite",
+        flush=True,
+    )
