@@ -207,4 +207,4 @@ def peak_mib(call: Callable[[], Any]) -> float:
 def workspace_mib(workspace: MoKWorkspace) -> float:
     """MiB of device memory a workspace keeps for the ranks that run here."""
     buffers = (getattr(workspace, name)[rank] for name in SYMMETRIC for rank in workspace.ranks.local)
-    return sum(tensor.nbytes for tensor in (*buffers, workspace.topk_all, workspace.token_counts)) / 2**20
+    return float(sum(tensor.nbytes for tensor in (*buffers, workspace.topk_all, workspace.token_counts)) / 2**20)
