@@ -138,3 +138,27 @@ def test_routes_to_nobody_are_refused(upstream_here: None) -> None:
     case = problems.integers(problems.Size(512, 256, 256, 4, 2, True), 0)
     with pytest.raises(InputError, match="no route -1"):
         upstream.run(WORK.replace(routing=RoutingSpec()), case, repeats=1, warmup=0, device="cpu")
+
+
+@pytest.mark.usefixtures("upstream_here")
+def test_verify_compares_with_upstream(capsys: pytest.CaptureFixture[str]) -> None:
+    from mok import verify as verification
+    from mok.verify import against_upstream
+
+    report = verification.verify()
+    assert report.upstream is not None
+    assert report.upstream[0], report.upstream
+    assert "the reference engine's bits" in dict(report.summary_rows())["upstream"]
+    # a build that is wrong is seen
+    before = against_upstream.upstream.run
+
+    def damaged(*args: Any, **more: Any) -> Any:
+        samples, results, same = before(*args, **more)
+        results["d_w_routed_up"][1, 2, 3] += 1
+        return samples, results, same
+
+    against_upstream.upstream.run = damaged  # type: ignore[assignment]
+    try:
+        assert against_upstream.compare("cpu") == (False, "d_w_routed_up differ from the reference engine")
+    finally:
+        against_upstream.upstream.run = before

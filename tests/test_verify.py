@@ -15,7 +15,7 @@ import torch
 from mok import verify as verification
 from mok.cli import main
 from mok.config import MoKConfig
-from mok.errors import InputError
+from mok.errors import CapabilityError, InputError
 from mok.session import nvml, verdicts
 from mok.session.verdicts import Tile, Verdict
 from mok.verify import child, plants, problems
@@ -178,6 +178,30 @@ def test_a_failed_tile_is_not_run_where_a_verdict_is_needed(h200: dict[str, str]
     monkeypatch.delenv("MOK_TILE")
     assert verdicts.status() == "portable"  # the engine goes on taking the fall-back by itself
     assert verdicts.running("sm_120") is None
+
+
+def test_launch_has_a_tile_verified_once(h200: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    native = Tile("native", ("sm_90",), needs_verdict=True)
+    monkeypatch.setattr(verdicts, "TILES", (Tile("portable", ("sm_90",), portable=True), native))
+    asked: list[list[str]] = []
+
+    def run(line: list[str], **_: Any) -> None:
+        asked.append(line[1:])
+        verdicts.write(Verdict("native", outcome, "integers 0: out differs", (), h200, "now"))
+
+    monkeypatch.setattr(verdicts.subprocess, "run", run)
+    verdicts.require_verified()  # the portable tile needs no verdict
+    assert asked == []
+    monkeypatch.setenv("MOK_TILE", "native")
+    outcome = "failed"
+    with pytest.raises(CapabilityError, match=r"tile native is not verified .*out differs.*MOK_TILE=portable"):
+        verdicts.require_verified()
+    assert asked == [["-m", "mok", "verify", "--tile", "native"]]
+    verdicts.path_of("native", h200).unlink()
+    outcome = "verified"
+    verdicts.require_verified()
+    verdicts.require_verified()
+    assert len(asked) == 2
 
 
 def test_the_tiles_are_the_engines() -> None:

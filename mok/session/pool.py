@@ -23,7 +23,7 @@ from typing import Any
 from mok import errors
 from mok.errors import InputError, MokError, PoolError, is_int, require
 from mok.measurement import Measurement
-from mok.session import launchers
+from mok.session import launchers, verdicts
 from mok.session.run import RankRun
 from mok.session.wire import Door, Message, Wire
 from mok.workload import Workload
@@ -53,7 +53,12 @@ def ranks(num_ranks: int, *, device: str = "auto", launcher: str = "auto", start
 def launch(
     workload: Workload, *, ranks: int, repeats: int = 20, warmup: int = 2, trace: bool = False, device: str = "auto"
 ) -> Measurement:
-    """Run one Workload on `ranks` processes and end them; see `RankPool.run`."""
+    """Run one Workload on `ranks` processes and end them; see `RankPool.run`.
+
+    A tile that needs a verdict (MOK_TILE) is verified on this node first, once, in a child process. Raises CapabilityError
+    when it is wrong.
+    """
+    verdicts.require_verified()
     with RankPool(ranks, device=device) as pool:
         return pool.run(workload, repeats=repeats, warmup=warmup, trace=trace)
 

@@ -11,6 +11,8 @@ import functools
 import hashlib
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -171,6 +173,23 @@ def status(engine: str = "cuda", index: int = 0) -> str:
     if tile.portable and any(not other.portable for other in tiles_of(arch)):
         return PORTABLE
     return _status(tile, facts)
+
+
+def require_verified() -> None:
+    """Have the tile that MOK_TILE asks for verified if it needs a verdict and has none here; in a child process.
+
+    Raises CapabilityError when it is wrong, or could not be verified.
+    """
+    tile = running(arch_here())
+    if tile is None or not tile.needs_verdict:
+        return
+    facts = facts_here()
+    if read(tile.name, facts) is None:
+        subprocess.run([sys.executable, "-m", "mok", "verify", "--tile", tile.name], stdout=subprocess.DEVNULL, check=False)
+    if _status(tile, facts) != VERIFIED:
+        verdict = read(tile.name, facts)
+        why = "its verification left no verdict" if verdict is None else verdict.why
+        raise CapabilityError(f"tile {tile.name} is not verified on this machine ({why}); MOK_TILE=portable runs the fall-back.")
 
 
 def _status(tile: Tile, facts: Mapping[str, str]) -> str:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mok.engines import upstream
 from mok.errors import CapabilityError, require
 from mok.session import nvml, verdicts
 from mok.session.device import device_facts
@@ -38,7 +39,8 @@ Say = Callable[[str], None]
 class Report:
     """What `verify` found.
 
-    verdicts: of the tiles that ran; planted: fault -> (caught, how); missing: what was not run, and why.
+    verdicts: of the tiles that ran; planted: fault -> (caught, how); upstream: (same bits, how) where its build is there;
+    missing: what was not run, and why.
     """
 
     command: str
@@ -48,11 +50,13 @@ class Report:
     verdicts: tuple[Verdict, ...]
     planted: Mapping[str, tuple[bool, str]]
     missing: tuple[str, ...]
+    upstream: tuple[bool, str] | None = None
 
     @property
     def ok(self) -> bool:
-        """No tile failed and no planted fault went unseen; that nothing could be run is no failure."""
-        return all(v.status == VERIFIED for v in self.verdicts) and all(caught for caught, _ in self.planted.values())
+        """No tile failed, no planted fault went unseen, upstream agrees; that nothing could be run is no failure."""
+        others = [caught for caught, _ in self.planted.values()] + ([self.upstream[0]] if self.upstream else [])
+        return all(v.status == VERIFIED for v in self.verdicts) and all(others)
 
     def summary_rows(self) -> list[tuple[str, str]]:
         """(what, value) rows for a table."""
@@ -63,6 +67,8 @@ class Report:
         rows += [
             (f"planted {name}", f"{'caught' if caught else 'NOT CAUGHT'}: {how}") for name, (caught, how) in self.planted.items()
         ]
+        if self.upstream is not None:
+            rows.append(("upstream", ("same bits: " if self.upstream[0] else "DIFFERS: ") + self.upstream[1]))
         return rows + [("not verified", text) for text in self.missing]
 
     def to_dict(self) -> dict[str, Any]:
@@ -75,6 +81,7 @@ class Report:
             "ok": self.ok,
             "tiles": [verdict.to_dict() for verdict in self.verdicts],
             "planted": {name: {"caught": caught, "how": how} for name, (caught, how) in self.planted.items()},
+            "upstream": None if self.upstream is None else {"ok": self.upstream[0], "how": self.upstream[1]},
             "not_verified": list(self.missing),
         }
 
@@ -110,11 +117,27 @@ def verify(
             f"tile {tile.name}: needs {' or '.join(tile.archs)}, this machine has {arch or 'no NVIDIA GPU'}" for tile in others
         ]
     planted = _self_test(say) if self_test else {}
+    beside = None
+    absent = upstream.missing()
+    if absent is None and not named and plant is None:
+        from mok.verify import against_upstream  # torch comes with it
+
+        beside = against_upstream.compare("cuda" if arch else "cpu")
+        say(f"upstream: {beside[1]}")
+    elif absent is not None and not named:
+        missing.append(f"ours beside upstream's build: {absent}")
     facts = device_facts()
     facts.pop("gpu", None)
     gpu = {"name": nvml.gpu_facts().get("name")} if arch else {}
     return Report(
-        command, commit_of(Path(__file__).resolve().parents[2]), _now(), {**facts, **gpu}, tuple(found), planted, tuple(missing)
+        command,
+        commit_of(Path(__file__).resolve().parents[2]),
+        _now(),
+        {**facts, **gpu},
+        tuple(found),
+        planted,
+        tuple(missing),
+        beside,
     )
 
 
