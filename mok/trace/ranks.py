@@ -74,8 +74,9 @@ def _column(columns: Sequence[Column | None], sizes: Sequence[int]) -> Column:
         column if isinstance(column, np.ndarray) else np.full(size, none, first.dtype)
         for column, size in zip(columns, sizes, strict=True)
     ]
-    found: Column = np.concatenate(filled)
-    return found
+    found: Any = np.concatenate(filled)
+    column: Column = found
+    return column
 
 
 def _text(columns: Sequence[Strings | None], sizes: Sequence[int]) -> Strings:
