@@ -124,6 +124,19 @@ def test_check_turns_limits_into_exit_codes(capsys: pytest.CaptureFixture[str], 
     assert asked(capsys, "check", steps, "--min-overlap", "50%", code=3)["ok"] is False
 
 
+def test_check_passes_no_trace_whose_launches_are_missing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """One launch of ten is in the file: whatever the nine others waited for is unknown, and 0 ns of harm is no pass."""
+    made = Timeline()
+    made.call("cudaLaunchKernel", 0, 5, 1)
+    made.call("cudaDeviceSynchronize", 300, 50)
+    for number in range(1, 11):
+        made.op(number * 100, 60, number, "gemm")
+    path = made.trace().write(tmp_path / "a.parquet")
+    answer = asked(capsys, "check", path, "--max-sync-harm", "50%", code=3)["checks"][0]
+    assert answer["verdict"] == "unknown"
+    assert "only 10% of the device operations" in answer["answer"]["reason"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -134,6 +147,8 @@ def test_check_turns_limits_into_exit_codes(capsys: pytest.CaptureFixture[str], 
         (("whatif", "FILE", "--host", "0"), "above 0"),
         (("info", "nowhere.sqlite"), "no file or folder at nowhere.sqlite"),
         (("gaps", "FILE", "--min-us", "-1"), "--min-us"),
+        (("gaps", "FILE", "--min-us", "inf"), "--min-us"),
+        (("gaps", "FILE", "--min-us", "nan"), "--min-us"),
         (("export", "FILE", "x.xyz"), "cannot tell a format"),
         (("sync", "FILE"), "No such command 'sync'"),
     ],

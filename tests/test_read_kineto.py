@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from mok.errors import InputError
 from mok.trace import NO_VALUE
+from mok.trace.metrics.activity import launches
 from mok.trace.read import open_trace
 from mok.trace.read.kineto import _InexactError, to_ns
 from tests.support.trace_builders import kernel, kineto, kineto_text, launch, span
@@ -345,3 +346,24 @@ def test_gzip_reads_like_plain_text(tmp_path):
     plain, packed = (open_trace(kineto(tmp_path / name, events)) for name in ("a.json", "b.gz"))
     assert plain.spans.start_ns.tolist() == packed.spans.start_ns.tolist()
     assert plain.lanes.rows() == packed.lanes.rows()
+
+
+def test_merged_processes_keep_their_own_launches(tmp_path):
+    """Two processes in one file, ids from 1 in both, and nothing that says whose a GPU row is."""
+    events = []
+    for pid, device, later in ((100, 0, 0), (200, 1, 5000)):
+        for number in range(1, 6):
+            at = number * 100 + later
+            call = {"ph": "X", "cat": "cuda_runtime", "name": "cudaLaunchKernel", "pid": pid, "tid": pid, "ts": at, "dur": 5}
+            op = {"ph": "X", "cat": "kernel", "name": "k", "pid": device, "tid": 7, "ts": at + 20, "dur": 50}
+            events.append(call | {"args": {"correlation": number}})
+            events.append(op | {"args": {"correlation": number, "device": device, "stream": 7}})
+    events.append(op | {"tid": 8, "ts": 1, "args": {"correlation": 999, "device": 0, "stream": 8}})  # nobody's: as before
+    trace = open_trace(kineto(tmp_path / "a.json", events))
+    lanes = trace.lanes.rows()
+    assert {(row[1], row[2]) for row in lanes if row[3] == "stream" and not row[4].endswith("8")} == {(100, 0), (200, 1)}
+    joined = launches(trace)
+    there = joined.api >= 0
+    delay = trace.spans.start_ns[joined.ops.rows[there]] - trace.spans.start_ns[joined.api[there]]
+    assert delay.tolist() == [20_000] * 10
+    assert any("2 processes in one file" in text for text in trace.meta.diagnostics)

@@ -11,6 +11,7 @@ from mok.trace import Trace
 from mok.trace.read import open_trace
 from mok.trace.read.private import Private
 from mok.trace.read.redact import redact
+from mok.trace.write import export
 from tests.support.trace_builders import PROCESS, THREAD, Nsys, kernel, kineto, kineto_text, launch, span
 
 TOKEN = "hf_9f8E7d6C5b4A3z"
@@ -222,3 +223,60 @@ def test_what_is_taken_out_of_a_text(text, expected):
     private.learn("PATH", "/usr/bin:/bin")
     assert private.scrub_one(text) == expected
     assert private.scrub_one("xterm /usr/bin") == "xterm /usr/bin"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/home/ann",
+        "/home/ann/deep/x.py",
+        "C:\\Users\\ann",
+        "C:\\\\Users\\\\ann\\\\x.py",
+        "D:/Users/ann/x.py",
+        "/Users/ann Lee/deep/x.py",
+        "/home/ann/deep one/deep/x.py",
+        "/home/ann:/home/ann/deep",
+    ],
+)
+def test_a_home_directory_leaves_its_last_name_at_most(path):
+    kept = Private().scrub_one(f"at {path}(3): f")
+    assert "ann" not in kept
+    assert "Lee" not in kept
+    assert "deep/" not in kept
+    assert "one" not in kept
+    assert kept.endswith("(3): f")
+
+
+def test_switches_and_sizes_do_not_spell_kernels_anew(tmp_path):
+    """Ordinary variables have names that sound secret; kernels are full of their values."""
+    env = {"TOKENIZERS_PARALLELISM": "false", "MAX_TOKENS": "4096", "XDG_SESSION_CLASS": "user", "SSH_AUTH": "true"}
+    names = ["void gemm<false, true, 4096>(user_data)", "gemm_4096x256"]
+    trace = open_trace(kineto(tmp_path / "a.json", [kernel(1, 2, name) for name in names], env=env))
+    assert list(trace.spans.name.table) == names
+
+
+def test_secrets_of_command_lines_and_single_assignments(tmp_path):
+    more = {
+        "cmd": "python train.py --api-key=zzKEYzz12345 --token tok_abcdef12 --max-tokens 4096",
+        "env": ["HF_TOKEN=hf_secretvalue", "USER=annelise", "A=" + "B=" * 100_000],
+        "config": {"argv": ["x", "PASSWORD=hunter"]},
+    }
+    name = "of zzKEYzz12345, tok_abcdef12, hf_secretvalue, annelise, hunter, 4096"
+    source = kineto(tmp_path / "a.json", [kernel(1, 2, name)], **more)
+    assert open_trace(source).spans.name.table == (("of " + "[redacted], " * 5 + "4096"),)
+    text = redact(source).path.read_text()
+    for secret in ("zzKEYzz12345", "tok_abcdef12", "hf_secretvalue", "annelise", "hunter"):
+        assert secret not in text, secret
+
+
+@pytest.mark.parametrize("ending", ["parquet", "json", "pftrace"])
+def test_what_was_kept_leaves_when_the_kept_trace_is_opened(tmp_path, ending):
+    """A Parquet file made with keep_private is imported like any other: nothing private without keep_private."""
+    for source in (planted(tmp_path / "a.sqlite"), planted_kineto(tmp_path / "a.json")):
+        kept = open_trace(source, keep_private=True).write(tmp_path / f"{source.suffix}.kept.parquet")
+        assert TOKEN in everything(open_trace(kept, keep_private=True))
+        trace = open_trace(kept)
+        assert_clean(everything(trace))
+        assert "private" not in trace.meta.provenance
+        assert_clean(export(trace, tmp_path / f"{source.suffix}.out.{ending}").read_bytes())
+        assert trace.spans.start_ns.tolist() == open_trace(source).spans.start_ns.tolist()

@@ -19,6 +19,10 @@ from support.timelines import Timeline
 
 from mok.errors import InputError
 from mok.trace import Trace
+from mok.trace.metrics.activity import launches
+from mok.trace.read import open_trace
+from mok.trace.read.exported import Exported
+from mok.trace.read.exported import parse as parse_exported
 from mok.trace.write import FORMATS, export
 from mok.trace.write.chrome import microseconds
 from mok.trace.write.lanes import rows
@@ -199,3 +203,52 @@ def test_parquet_by_name_is_the_trace(tmp_path: Path) -> None:
     assert spans_of(again) == spans_of(trace)
     assert np.array_equal(again.counters.value, trace.counters.value, equal_nan=True)
     assert again.meta == trace.meta
+
+
+def test_json_keeps_processes_and_ranks_apart(tmp_path: Path) -> None:
+    """Correlation ids repeat between processes: their launches must not join another's kernels on the way back."""
+    made = Timeline()
+    for process, rank, device in ((7, 0, 0), (8, 0, 0), (7, 1, 0), (0, 1, 3)):
+        made.call("cudaLaunchKernel", 100 * process, 10, 1, process=process, rank=rank)
+        made.op(100 * process + 50 + rank, 20, 1, "gemm", process=process, rank=rank, device=device)
+    trace = made.trace(diagnostics=("driver too new",))
+    again = open_trace(export(trace, tmp_path / "a.json"))
+    assert sorted(again.lanes.rows()) == sorted(trace.lanes.rows())
+    assert spans_of(again) == spans_of(trace)
+    assert again.meta.diagnostics == trace.meta.diagnostics
+    assert again.meta.tool == trace.meta.tool
+    assert again.meta.coverage["kernels_with_api"] == 4
+    one, two = launches(trace), launches(again)
+    delays = [
+        spans.start_ns[found.ops.rows] - spans.start_ns[found.api] for spans, found in ((trace.spans, one), (again.spans, two))
+    ]
+    assert delays[0].tolist() == delays[1].tolist()
+    assert set(delays[1].tolist()) == {50, 51}
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        7,
+        [],
+        {"lanes": 3},
+        {"lanes": [[1, 2]]},
+        {"lanes": [[0, 1, -5, 0, 0, "stream", "x"]]},
+        {"lanes": [[0, 1, 0, 0, 0, "z", "x"]]},
+    ],
+)
+def test_a_forged_table_of_lanes_is_left_aside(tmp_path: Path, entry: Any) -> None:
+    assert parse_exported(entry) == Exported()
+    data = {"mok": entry, "traceEvents": [{"ph": "X", "cat": "kernel", "name": "k", "pid": 0, "tid": 1, "ts": 1, "dur": 2}]}
+    (tmp_path / "a.json").write_text(json.dumps(data))
+    trace = open_trace(tmp_path / "a.json")
+    assert trace.lanes.rows() == [(0, 0, 0, "stream", "GPU 0 stream 1")]
+
+
+@pytest.mark.parametrize("epoch", ["abc", None, [1], True, 1.5])
+def test_a_forged_epoch_stops_no_export(tmp_path: Path, epoch: Any) -> None:
+    trace = Timeline()
+    trace.op(1, 2, 3, "gemm")
+    path = trace.trace(provenance={"utc_epoch_ns": epoch}).write(tmp_path / "a.parquet")
+    for ending in FORMATS:
+        export(open_trace(path), tmp_path / f"b.{ending}", ending)

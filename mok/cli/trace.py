@@ -222,7 +222,7 @@ def syncs(files: Files, limit: Limit = 20, as_json: AsJson = False) -> None:
 @trace_app.command()
 def gaps(
     files: Files,
-    min_us: Annotated[float, typer.Option(min=0, help="Leave shorter idle times out.")] = 10.0,
+    min_us: Annotated[float, typer.Option(min=0, max=1e12, help="Leave shorter idle times out.")] = 10.0,
     limit: Limit = 20,
     as_json: AsJson = False,
 ) -> None:

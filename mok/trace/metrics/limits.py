@@ -6,15 +6,22 @@ from collections.abc import Callable
 
 from mok.trace.metrics.device import IDLE, device_times
 from mok.trace.metrics.overlap import explain, overlap
+from mok.trace.metrics.replay import MIN_COVERAGE
 from mok.trace.metrics.syncs import host_syncs
-from mok.trace.metrics.value import Answer, Unknown, share
+from mok.trace.metrics.value import Answer, Metric, Unknown, share
 from mok.trace.model import Trace
 
 
 def sync_harm(trace: Trace) -> Answer:
-    """Sync harm over the devices' spans."""
+    """Sync harm over the devices' spans; `Unknown` where launches are missing: a gate must not pass on what was not seen."""
     found = host_syncs(trace)
-    return found if isinstance(found, Unknown) else found.harm_share
+    if isinstance(found, Unknown):
+        return found
+    answer = found.harm_share
+    if isinstance(answer, Metric) and answer.coverage < MIN_COVERAGE:
+        seen = f"only {answer.coverage:.0%} of the device operations have their launch call in the file"
+        return Unknown(f"{seen}; a verdict needs {MIN_COVERAGE:.0%}", answer.unit, answer.definition)
+    return answer
 
 
 def idle(trace: Trace) -> Answer:

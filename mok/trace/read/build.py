@@ -85,13 +85,16 @@ class Builder:
         self._samples: list[tuple[I64, I32, F64]] = []
         self._lanes: dict[tuple[Any, ...], int] = {}
         self._lane_rows: list[tuple[int, int, str, str]] = []  # process, device, kind, label
+        self._ranks: dict[int, int] = {}
 
-    def lane(self, key: tuple[Any, ...], process: int, device: int, kind: str, label: str) -> int:
-        """The row of the lane known by `key`, made at its first use."""
+    def lane(self, key: tuple[Any, ...], process: int, device: int, kind: str, label: str, rank: int | None = None) -> int:
+        """The row of the lane known by `key`, made at its first use. rank: where it is not the file's."""
         found = self._lanes.get(key)
         if found is None:
             found = self._lanes[key] = len(self._lane_rows)
             self._lane_rows.append((process, device, kind, label))
+            if rank is not None:
+                self._ranks[found] = rank
         return found
 
     def relabel(self, lane: int, label: str) -> None:
@@ -149,6 +152,14 @@ class Builder:
         self.flag("counter_without_value", int((~good).sum()))
         self._samples.append((t_ns[good], lane[good], value[good]))
 
+    def correlated(self, *categories: str) -> tuple[I32, I64, I64]:
+        """(lane, correlation, start) of the spans of these categories that carry an id."""
+        codes = {self.categories.index[name] for name in categories if name in self.categories.index}
+        parts = [part for part in self._parts if part.category in codes]
+        columns = [_joined([getattr(part, name) for part in parts], np.int64) for name in ("lane", "correlation", "start")]
+        there = columns[1] > 0
+        return columns[0][there].astype(np.int32), columns[1][there], columns[2][there]
+
     def last_end(self) -> int:
         """The latest end so far, 0 without spans."""
         return max((int((part.start + part.dur).max()) for part in self._parts), default=0)
@@ -176,7 +187,8 @@ class Builder:
         sizes = [len(part.start) for part in parts]
         clean = private.scrub if private is not None else list
         labels = clean([row[3] for row in self._lane_rows])
-        lanes = Lanes.of([(self.rank, *row[:3], label) for row, label in zip(self._lane_rows, labels, strict=True)])
+        ranks = [self._ranks.get(lane, self.rank) for lane in range(len(labels))]
+        lanes = Lanes.of([(rank, *row[:3], label) for rank, row, label in zip(ranks, self._lane_rows, labels, strict=True)])
         start, lane = _joined([part.start for part in parts], np.int64), _joined([part.lane for part in parts], np.int32)
         order = _order(start, lane)
         place = np.empty(
@@ -258,10 +270,10 @@ class Builder:
         by = {name: int(number) for name, number in zip(spans.category.table, count, strict=False)}
         api, device = spans.category.where("runtime", "driver"), spans.category.where(*DEVICE)
         kernel = spans.category.where("kernel")
-        process = lanes.process
+        owner = np.stack([lanes.rank.astype(np.int64), lanes.process], 1)
         joined = 0
-        for number in np.unique(process).tolist():  # correlation ids are unique within a process only
-            mine = (process == number)[spans.lane] & (spans.correlation > 0)
+        for one in np.unique(owner, axis=0):  # correlation ids are unique within a process only
+            mine = (owner == one).all(1)[spans.lane] & (spans.correlation > 0)
             joined += _members(spans.correlation[mine & kernel], spans.correlation[mine & api])
         node = spans.args.get("graph_node")
         self.coverage |= {

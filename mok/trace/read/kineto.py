@@ -22,7 +22,9 @@ from mok.trace.columns import NO_VALUE, Column, Strings
 from mok.trace.model import Trace
 from mok.trace.read import kineto_args as arguments
 from mok.trace.read.build import MAX_TIME_NS, Builder
+from mok.trace.read.exported import KEY, Exported, parse
 from mok.trace.read.json_events import EventReader, exact, metadata
+from mok.trace.read.kineto_process import owners
 from mok.trace.read.names import NOT_APPLICABLE, distinct
 from mok.trace.read.private import Private
 from mok.trace.read.stream import Pieces
@@ -44,7 +46,7 @@ PUBLIC = frozenset(
     (
         "schemaVersion", "deviceProperties", "distributedInfo", "record_shapes", "profile_memory", "with_stack", "with_flops",
         "with_modules", "displayTimeUnit", "baseTimeNanoseconds", "cuda_driver_version", "cuda_runtime_version", "cupti_version",
-        "nccl_version", "cudaDeviceProperties",
+        "nccl_version", "cudaDeviceProperties", "droppedCounterSamples", KEY,
     )
 )  # fmt: skip
 
@@ -65,6 +67,8 @@ def read(path: Path, *, keep_private: bool = False, rank: int | None = None) -> 
         events = _Events(builder)
         number = 0
         for batch, texts in reader.read(pieces):
+            if not number:
+                events.exported = parse(metadata(reader.header, b"").get(KEY))
             number += len(batch)
             events.add(batch, texts)
     builder.coverage |= {"events": number, "flows": events.flows}
@@ -77,7 +81,7 @@ def read(path: Path, *, keep_private: bool = False, rank: int | None = None) -> 
     private = Private()
     for key, value in around.items():
         if key not in PUBLIC:
-            learn(private, key, value)
+            private.learn_tree(key, value)
     info = around.get("distributedInfo")
     found = info.get("rank") if isinstance(info, dict) else None
     builder.coverage["rank_known"] = rank is not None or isinstance(found, int)
@@ -91,8 +95,10 @@ def read(path: Path, *, keep_private: bool = False, rank: int | None = None) -> 
         clock = "ns since 1970" if builder.first_start() > _EPOCH_US * 1000 else "ns of the profiler's clock"
         provenance["utc_epoch_ns"] = 0
     if keep_private:
-        provenance["private"] = {key: str(value)[:4096] for key, value in around.items() if key not in PUBLIC}
-    return builder.finish("kineto (torch)", clock, provenance, None if keep_private else private)
+        provenance["private"] = {key: value for key, value in around.items() if key not in PUBLIC}
+    builder.diagnostics += events.exported.diagnostics
+    tool = events.exported.tool or "kineto (torch)"
+    return builder.finish(tool, clock, provenance, None if keep_private else private)
 
 
 class _Events:
@@ -105,6 +111,7 @@ class _Events:
         self.device_lanes: set[int] = set()
         self.thread_names: dict[tuple[Any, Any], str] = {}
         self.threads: dict[tuple[Any, Any], int] = {}
+        self.exported = Exported()
 
     def add(self, batch: Sequence[Any], texts: Sequence[bytes]) -> None:
         """One slice; `texts` is what it was decoded from."""
@@ -160,6 +167,8 @@ class _Events:
     def _thread_lanes(self, events: Sequence[Any]) -> Any:
         known = self.threads
         keys = list(map(_PLACE, events))
+        if self.exported.lanes and all(key in self.exported.lanes for key in set(keys)):
+            return self._exported_lanes(keys)
         for pid, tid in set(keys) - known.keys():
             whole = _is_id(pid) and _is_id(tid)
             label = f"thread {tid}" if whole else f"{pid} {tid}"[:200]
@@ -211,6 +220,11 @@ class _Events:
         stream = strict_ints(
             [event.tid if arg.stream in (NO_VALUE, None) else arg.stream for event, arg in zip(events, args, strict=True)], flag
         )
+        no_stream = (stream < 0) | (stream >= NOT_APPLICABLE)
+        columns: dict[str, Column] = {"stream": np.where(no_stream, NO_VALUE, stream)}
+        keys = list(map(_PLACE, events))
+        if self.exported.lanes and all(key in self.exported.lanes for key in set(keys)):
+            return self._exported_lanes(keys), columns
         (gpus, numbers), inverse = distinct(device, stream)
         lanes = []
         for gpu, number in zip(gpus.tolist(), numbers.tolist(), strict=True):
@@ -220,8 +234,16 @@ class _Events:
             lane = self.builder.lane(("stream", ordinal, number if known_stream else -1), 0, ordinal, "stream", label)
             lanes.append(lane)
             self.device_lanes.add(lane)
-        no_stream = (stream < 0) | (stream >= NOT_APPLICABLE)
-        return np.array(lanes, np.int32)[inverse], {"stream": np.where(no_stream, NO_VALUE, stream)}
+        return np.array(lanes, np.int32)[inverse], columns
+
+    def _exported_lanes(self, keys: Sequence[tuple[Any, Any]]) -> Any:
+        """The lanes of events that our own writer placed; several rows of a viewer may be one lane."""
+        several = len(self.exported.ranks) > 1
+        known = {}
+        for key in set(keys):
+            rank, process, device, kind, label = row = self.exported.lanes[key]
+            known[key] = self.builder.lane(("exported", row), process, device, kind, label, rank if several else None)
+        return np.array(list(map(known.__getitem__, keys)), np.int32)
 
     def _counters(self, events: Sequence[Any], start: I64) -> None:
         lanes, values, times = [], [], []
@@ -254,6 +276,13 @@ class _Events:
         process = self.host_pids.most_common(1)[0][0] if self.host_pids else 0
         for lane in self.device_lanes:
             self.builder.set_process(lane, process)
+        if len(self.host_pids) > 1 and self.device_lanes:
+            threads = {lane: pid for (pid, _), lane in self.threads.items() if pid in self.host_pids}
+            for lane, owner in owners(self.builder, sorted(self.device_lanes), threads).items():
+                self.builder.set_process(lane, owner)
+            self.builder.diagnostics.append(
+                f"CUDA calls of {len(self.host_pids)} processes in one file: each stream is taken for the process whose calls fit"
+            )
         self.builder.leave_out_clamped(_HOUR_NS)
 
 
@@ -302,19 +331,6 @@ def _one_ns(value: Any, flag: Callable[[str, int], None]) -> int:
     if number.adjusted() > 16 or number.adjusted() < -30:  # beyond 10^17 us, or nothing at all
         return int(np.sign(number.adjusted()) > 0) * (MAX_TIME_NS if number > 0 else -MAX_TIME_NS)
     return max(-MAX_TIME_NS, min(int((number * 1000).to_integral_value()), MAX_TIME_NS))
-
-
-def learn(private: Private, key: str, value: Any, depth: int = 0) -> None:
-    """Learn the texts below a top-level entry of no public name; an entry of an environment goes by its own name."""
-    if isinstance(value, dict) and depth < 8:
-        for name, inner in value.items():
-            learn(private, str(name), inner, depth + 1)
-    elif isinstance(value, list) and depth < 8:
-        for inner in value:
-            learn(private, key, inner, depth + 1)
-    elif isinstance(value, str):
-        private.learn(key, value)
-        private.learn_block(value)
 
 
 def _provenance(around: dict[str, Any]) -> dict[str, Any]:

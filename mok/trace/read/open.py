@@ -14,6 +14,7 @@ from mok import parquet
 from mok.errors import CapabilityError, InputError, require
 from mok.trace.model import Trace
 from mok.trace.read import kernel, kineto, ncu, nsys
+from mok.trace.read.kept import without_private
 from mok.trace.read.ranks import align
 from mok.trace.read.stream import GZIP_MAGIC
 from mok.trace.read.tables import SQLITE_MAGIC
@@ -56,7 +57,7 @@ def _one(path: Path, keep_private: bool, rank: int | None) -> Trace:
     if head.startswith(SQLITE_MAGIC):
         return nsys.read(path, keep_private=keep_private, rank=rank or 0)
     if head.startswith(parquet.MAGIC):
-        return Trace.read(path)
+        return Trace.read(path) if keep_private else without_private(Trace.read(path))
     if head.startswith(kernel.MAGIC):
         require(path.stat().st_size <= MAX_DUMP_BYTES, f"{path} is over {MAX_DUMP_BYTES} bytes; an in-kernel dump is smaller.")
         return kernel.read(path.read_bytes())

@@ -16,20 +16,33 @@ REDACTED = "[redacted]"
 MIN_NAME = 3  # shorter user and host names, and shorter values of variables, occur in ordinary words
 MIN_SECRET = 4
 MIN_VALUE = 8
+_MAX_DEPTH = 8
 _HOME_MARKS = ("/home/", "/Users/", "/root/", "Users\\")
 _COMMON = frozenset(
     ("root", "user", "users", "ubuntu", "nobody", "admin", "local", "localhost", "python", "python3", "none", "default")
 )
 _NOTHING_PRIVATE = re.compile(r"/(usr|bin|sbin|opt|lib|lib64|etc|tmp|var|dev|proc|sys)(/|:|$)|[\d.,:;+-]*$")
-_SECRET_NAME = re.compile(r"TOKEN|SECRET|PASS|KEY|AUTH|CRED|COOKIE|SESSION|LICEN[CS]E|PRIVATE", re.IGNORECASE)
+# Switches and sizes are no secrets, whatever their variable is called (TOKENIZERS_PARALLELISM=false, XDG_SESSION_CLASS=user,
+# MAX_TOKENS=4096): taken out of every text they would spell kernels' names anew.
+_NO_SECRET = re.compile(
+    r"true|false|none|null|auto|user|users|root|tty|x11|wayland|yes|enabled?|disabled?|unspecified|greeter|default|background|"
+    r"[+-]?\d{1,7}(?:\.\d+)?",
+    re.IGNORECASE,
+)
+_SECRET_NAME = re.compile(r"TOKEN(?!IZ)|SECRET|PASS|KEY|AUTH|CRED|COOKIE|SESSION|LICEN[CS]E|PRIVATE", re.IGNORECASE)
 _WHO_NAME = re.compile(
     r"(^|[_:. ])(USER|USERNAME|LOGNAME|LOGIN|HOST|HOSTNAME|NODENAME|NODE_?LIST|DISPLAY_NAME|USER_NAME|EXPORT_USER)$",
     re.IGNORECASE,
 )
 _ASSIGNMENT = re.compile(r"(?:^|[\n\0])([A-Za-z_][A-Za-z0-9_.%()-]{0,127})=([^\n\0]*)")
+_ONE_ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]{0,127})=([^\n\0]+)")
+# `--api-key=VALUE`, `--token VALUE`: a secret on a command line stands alone elsewhere
+_FLAG = re.compile(r"--?([A-Za-z][\w-]{0,127})(?:=|\s+)[\"']?([^\s\"'-][^\s\"']*)")
 # A home directory and what lies below it: only the last name stays, and what follows site-packages is everybody's.
 _HOME = re.compile(
-    r"(?:/home/|/Users/|/root/|[A-Za-z]:\\+Users\\+)(?:[^\s\"'<>|:;,()\[\]{}/\\]+[/\\]+)*[^\s\"'<>|:;,()\[\]{}/\\]*"
+    # a folder's name may hold blanks inside ("/Users/John Doe/x.py"), the last name ends at the first blank
+    r"(?:/home/|/Users/|/root/|[A-Za-z]:\\+Users\\+)(?:[^\s\"'<>|:;,()\[\]{}/\\]+(?: [^\s\"'<>|:;,()\[\]{}/\\]+)*[/\\]+)*"
+    r"[^\s\"'<>|:;,()\[\]{}/\\]*"
 )
 _SHARED_PART = re.compile(r"(?:site|dist)-packages[/\\].*")
 
@@ -48,14 +61,39 @@ class Private:
     def learn(self, name: str, value: str) -> None:
         """One variable, setting or top-level entry: its value is private, the more so if the name says secret or who."""
         value = value.strip().strip("\"'")
+        for flag, given in _FLAG.findall(value):
+            if _SECRET_NAME.search(flag) and len(given) >= MIN_SECRET:
+                self._learn_secret(given)
+        if pair := _ONE_ASSIGNMENT.fullmatch(value):  # environments also come as lists of "NAME=value"
+            self._learn_value(pair[1], pair[2].strip("\"'"))
+        self._learn_value(name, value)
+
+    def _learn_value(self, name: str, value: str) -> None:
         if _WHO_NAME.search(name):
             for part in {value, value.split(".")[0]}:  # a host is also known without its domain
                 if len(part) >= MIN_NAME and part.lower() not in _COMMON:
                     self.words.add(part)
         elif _SECRET_NAME.search(name) and len(value) >= MIN_SECRET:
-            self.secrets.add(value)
+            self._learn_secret(value)
         elif len(value) >= MIN_VALUE and not _NOTHING_PRIVATE.match(value):
             self.words.add(value)
+
+    def _learn_secret(self, value: str) -> None:
+        """A secret is taken out wherever it stands; one of letters alone only where it is a word of its own."""
+        if not _NO_SECRET.fullmatch(value):
+            (self.words if value.isalpha() and len(value) < MIN_VALUE else self.secrets).add(value)
+
+    def learn_tree(self, key: str, value: object, depth: int = 0) -> None:
+        """Learn the texts below an entry of no public name; an entry of an environment goes by its own name."""
+        if isinstance(value, dict) and depth < _MAX_DEPTH:
+            for name, inner in value.items():
+                self.learn_tree(str(name), inner, depth + 1)
+        elif isinstance(value, list) and depth < _MAX_DEPTH:
+            for inner in value:
+                self.learn_tree(key, inner, depth + 1)
+        elif isinstance(value, str):
+            self.learn(key, value)
+            self.learn_block(value)
 
     def learn_block(self, text: str) -> bool:
         """Learn an environment block (`NAME=value` lines or NUL-separated); False if `text` is none."""
@@ -98,6 +136,6 @@ def _clean(text: str, pattern: re.Pattern[str] | None, homes: bool) -> str:
 
 def _tail(path: str) -> str:
     shared = _SHARED_PART.search(path)
-    parts = [part for part in re.split(r"[/\\]+", path) if part]
+    parts = [part for part in re.split(r"[/\\]+", path) if part and not part.endswith(":")]  # a drive is no folder
     last = parts[-1] if len(parts) > 2 else ""  # /home/name alone has no part that is not the name
     return "~/" + (shared[0] if shared else last)

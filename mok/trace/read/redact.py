@@ -24,7 +24,7 @@ from mok.errors import InputError, require
 from mok.parquet import replacing
 from mok.trace.read import redact_nsys
 from mok.trace.read.json_events import EventReader, metadata
-from mok.trace.read.kineto import PUBLIC, learn
+from mok.trace.read.kineto import PUBLIC
 from mok.trace.read.private import Private
 from mok.trace.read.stream import GZIP_MAGIC, Pieces
 from mok.trace.read.tables import SQLITE_MAGIC
@@ -65,7 +65,7 @@ def redact(source: str | os.PathLike[str], target: str | os.PathLike[str] | None
     else:
         raise InputError(
             f"{path} is neither an nsys SQLite export nor a Kineto JSON trace (it starts with {head[:12]!r}). Export a .nsys-rep "
-            "with `nsys export --type=sqlite` first; files of mok hold nothing private."
+            "with `nsys export --type=sqlite` first. A trace of mok loses them with `mok trace export FILE OUT.parquet`."
         )
     with replacing(copy) as temporary:
         private, removed = work(path, temporary)
@@ -111,7 +111,7 @@ def _kineto(source: Path, target: Path) -> tuple[Private, Counter[str]]:
     around = metadata(reader.header, reader.trailer)
     for key, value in around.items():
         if key not in PUBLIC:
-            learn(private, key, value)
+            private.learn_tree(key, value)
             removed["entries beside the events"] += 1
     kept = {key: value for key, value in around.items() if key in PUBLIC}
     with source.open("rb") as head:

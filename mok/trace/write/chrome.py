@@ -16,6 +16,7 @@ from typing import Any, BinaryIO, cast
 from mok.parquet import replacing
 from mok.trace.metrics.activity import launches
 from mok.trace.model import Trace
+from mok.trace.read.exported import KEY
 from mok.trace.write import arguments, lanes
 
 KINETO = {
@@ -43,34 +44,43 @@ def write(trace: Trace, path: Path) -> Path:
 
 def _document(trace: Trace, stream: BinaryIO) -> None:
     dropped = sum(not math.isfinite(value) for value in trace.counters.value.tolist())
+    epoch = trace.meta.provenance.get("utc_epoch_ns", 0)  # a Parquet file may say anything
     about: dict[str, Any] = {
         "schemaVersion": 1,
         "displayTimeUnit": "ms",
-        "baseTimeNanoseconds": int(trace.meta.provenance.get("utc_epoch_ns", 0)),
-        "tool": trace.meta.tool,
-        "clock": trace.meta.clock,
-        "diagnostics": list(trace.meta.diagnostics),
+        "baseTimeNanoseconds": epoch if isinstance(epoch, int) and not isinstance(epoch, bool) else 0,
         "droppedCounterSamples": dropped,
     }
     if len(set(trace.lanes.rank.tolist())) == 1:
         about["distributedInfo"] = {"rank": int(trace.lanes.rank[0])}
+    groups, rows = _groups(trace), list(lanes.rows(trace))
+    known = trace.lanes.rows()
+    places = [(groups[lanes.owner(trace, row.lane)], tid, *known[row.lane]) for tid, row in enumerate(rows, start=1)]
+    meta = trace.meta
+    about[KEY] = {"tool": meta.tool, "clock": meta.clock, "diagnostics": list(meta.diagnostics), "lanes": places}
     head = json.dumps(about, allow_nan=False)[:-1] + ',\n"traceEvents": [\n'
     stream.write(head.encode())
     first = True
-    for event in _events(trace):
+    for event in _events(trace, groups, rows):
         stream.write(event.encode() if first else b",\n" + event.encode())
         first = False
     stream.write(b"\n]}\n")
 
 
-def _events(trace: Trace) -> Iterator[str]:
-    spans = trace.spans
-    groups: dict[tuple[int, int, int], int] = {}
+def _groups(trace: Trace) -> dict[lanes.Group, int]:
+    """(rank, process, device) -> the pid its events get."""
+    groups: dict[lanes.Group, int] = {}
     for lane in range(len(trace.lanes)):
         group = lanes.owner(trace, lane)
         if group not in groups:
             groups[group] = _process_id(group, groups)
-            yield _named("process_name", groups[group], 0, lanes.owner_title(group))
+    return groups
+
+
+def _events(trace: Trace, groups: dict[lanes.Group, int], rows: list[lanes.Row]) -> Iterator[str]:
+    spans = trace.spans
+    for group, pid in groups.items():
+        yield _named("process_name", pid, 0, lanes.owner_title(group))
     where: dict[int, tuple[int, int]] = {}
     read = arguments.reader(trace)
     joined = launches(trace)
@@ -81,7 +91,7 @@ def _events(trace: Trace) -> Iterator[str]:
             caller[call] = callee[op] = len(caller) + 1
     stream = trace.lanes.kind.where("stream").tolist()
     devices = trace.lanes.device.tolist()
-    for tid, row in enumerate(lanes.rows(trace), start=1):
+    for tid, row in enumerate(rows, start=1):
         pid = groups[lanes.owner(trace, row.lane)]
         yield _named("thread_name", pid, tid, lanes.title(trace, row))
         for index in row.spans.tolist():
@@ -110,7 +120,7 @@ def _events(trace: Trace) -> Iterator[str]:
             yield _event({"ph": "C", "name": label, "pid": groups[lanes.owner(trace, lane)]}, t, None, {"value": value})
 
 
-def _process_id(group: tuple[int, int, int], taken: dict[tuple[int, int, int], int]) -> int:
+def _process_id(group: lanes.Group, taken: dict[lanes.Group, int]) -> int:
     """The process id for a host, the device ordinal for a device, as Kineto has it; a free number where that is taken."""
     wanted = group[2] if group[2] >= 0 else group[1]
     used = set(taken.values())

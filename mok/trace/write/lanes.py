@@ -16,6 +16,8 @@ import numpy as np
 from mok.trace.columns import I64
 from mok.trace.model import Trace
 
+Group = tuple[int, int, int]  # rank, process, device
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Row:
@@ -81,12 +83,12 @@ def title(trace: Trace, row: Row) -> str:
     return label if row.number == 0 else f"{label} ({row.number + 1})"
 
 
-def owner(trace: Trace, lane: int) -> tuple[int, int, int]:
+def owner(trace: Trace, lane: int) -> Group:
     """(rank, process, device): the group of lanes a lane is shown in."""
     return int(trace.lanes.rank[lane]), int(trace.lanes.process[lane]), int(trace.lanes.device[lane])
 
 
-def owner_title(group: tuple[int, int, int]) -> str:
+def owner_title(group: Group) -> str:
     """`rank 0, process 77, GPU 1`."""
     rank, process, device = group
     return f"rank {rank}, process {process}, " + (f"GPU {device}" if device >= 0 else "host")
