@@ -8,6 +8,7 @@ import re
 import socket
 from pathlib import Path
 
+import duckdb
 import numpy as np
 import pytest
 
@@ -23,6 +24,7 @@ from mok.trace.metrics.whatif import host_what_if
 from mok.trace.read import open_trace
 
 FOLDER = Path(__file__).resolve().parent.parent / "profiles" / "captures"
+PROFILES = FOLDER.parent
 MAX_BYTES = 30 << 20
 MERGED = ("dsv3-uniform-on", "dsv3-uniform-off", "dsv3-zipf-on", "dsv3-zipf-off", "qwen3-30b-on")
 NAMES = {
@@ -64,14 +66,25 @@ def test_the_library_is_whole_and_small(shipped: dict[str, Capture]) -> None:
 
 
 @pytest.mark.parametrize(
-    "path", sorted(path for path in FOLDER.rglob("*") if path.is_file()), ids=lambda path: str(path.relative_to(FOLDER))
+    "path", sorted(path for path in PROFILES.rglob("*") if path.is_file()), ids=lambda path: str(path.relative_to(PROFILES))
 )
-def test_nothing_private_in_raw_bytes(path: Path) -> None:
-    content = path.read_bytes()
-    found = PRIVATE.search(content)
-    assert found is None, content[max(0, found.start() - 40) : found.end() + 40]
-    for word in (socket.gethostname(), getpass.getuser()):
-        assert len(word) < 5 or word.encode() not in content
+def test_nothing_private_in_raw_bytes_and_tables(path: Path) -> None:
+    contents = [path.read_bytes()]
+    if path.suffix == ".parquet":  # compressed: what the columns and the file's own notes say
+        file = str(path)
+        columns = [name for name, kind, *_ in duckdb.execute("DESCRIBE SELECT * FROM read_parquet(?)", [file]).fetchall()
+                   if "VARCHAR" in kind or "BLOB" in kind]  # fmt: skip
+        for column in columns:
+            texts = duckdb.execute(f'SELECT DISTINCT CAST("{column}" AS VARCHAR) FROM read_parquet(?)', [file]).fetchall()
+            contents += [str(text).encode() for (text,) in texts]
+        contents += [
+            b for pair in duckdb.execute("SELECT key, value FROM parquet_kv_metadata(?)", [file]).fetchall() for b in pair
+        ]
+    for content in contents:
+        found = PRIVATE.search(content)
+        assert found is None, content[max(0, found.start() - 40) : found.end() + 40]
+        for word in (socket.gethostname(), getpass.getuser()):
+            assert len(word) < 5 or word.encode() not in content
 
 
 def test_nothing_private_in_decoded_texts(shipped: dict[str, Capture]) -> None:
