@@ -1,8 +1,10 @@
 """The traces benchmark: its files are what they claim, its children answer, and a side that fails or differs stops it."""
 
 import json
+import re
 import sqlite3
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -120,6 +122,33 @@ def test_a_million_events_stay_within_memory_and_time(tmp_path, tool, most_mib, 
 def test_memory_grows_by_the_events_kept_not_by_the_text(tmp_path):
     """60,000 events of 16 MB of text in a process of its own: a whole-file parser would need several times the text."""
     trace_files.kineto(tmp_path / "rank0.json.gz", 60_000)
+    large = b"x" * (200 << 20)  # what the process that measures holds is not the child's
     answer = traces._child([sys.executable, "-m", "mok.bench.trace_child", str(tmp_path / "rank0.json.gz")], "mok")
+    assert len(large) == 200 << 20
     assert answer["spans"] == 40_005
     assert answer["peak_rss_mib"] < 160
+
+
+def test_the_readme_says_what_the_record_holds():
+    folder = Path(__file__).parent.parent / "profiles" / "benchmarks"
+    data = json.loads((folder / "traces.json").read_text())
+    assert wrong_with(data) is None
+    rows = {(row["case"], row["metric"]): row for row in data["rows"]}
+    lines = [
+        line.strip("| ").split(" | ")
+        for line in (folder / "README.md").read_text().splitlines()
+        if re.match(r"\| (kineto|nsys)-", line)
+    ]
+    assert [line[0] for line in lines] == list(traces.CASES)
+    for case, wall, cpu, peak, *beside in lines:
+        seconds, memory = rows[case, "open_overlap_s"], rows[case, "peak_rss_mib"]
+        assert (wall, cpu, peak) == (f"{seconds['ours']:.2f}", f"{seconds['config']['cpu_s']:.2f}", f"{memory['ours']:.0f}")
+        if case == "kineto-1m":
+            times, shares = (row["baselines"]["hta"] / row["ours"] for row in (seconds, memory))
+            assert f"({times:.1f} times)" in beside[0]
+            assert f"({shares:.1f} times)" in beside[0]
+            assert times >= 10
+            assert shares >= 4
+        if case == "nsys-1m":
+            assert seconds["ours"] < seconds["config"]["limit"] == 6
+            assert memory["ours"] < memory["config"]["limit"] == 1536
