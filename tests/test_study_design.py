@@ -110,6 +110,20 @@ def test_runs_are_made_in_a_shuffled_order_that_the_seed_fixes(tmp_path: Path) -
         ({"bits": "same"}, "bits"),
         ({"imports": ["import os; x"]}, "names of modules"),
         ({"paired": "yes"}, "must be bool"),
+        ({"design": ["grid"]}, "must be a name"),
+        ({"metrics": 3}, "metrics"),
+        ({"metrics": None}, "metrics"),
+        ({"imports": None}, "names of modules"),
+        ({"executor": 3}, "executor is a name"),
+        ({"retries": 3}, "retries maps names"),
+        ({"budget": [1]}, "budget maps names"),
+        ({"seed": -1}, "seed must be"),
+        ({"alpha": 10**400}, "between 0 and 1"),
+        ({"timeout_s": 10**400}, "finite"),
+        ({"factors": {"minibatch_size": {"low": 1}}, "design": "random"}, "low, high"),
+        ({"factors": {"minibatch_size": {1: 2}}, "design": "random"}, "low, high"),
+        ({"factors": {"minibatch_size": {"low": 0, "high": 10**400}}, "design": "random"}, "finite number"),
+        ({"factors": {"minibatch_size": {"low": 1, "high": 2, "log": "no"}}, "design": "random"}, "True or False"),
     ],
 )
 def test_what_a_study_cannot_be(tmp_path: Path, fields: dict[str, Any], words: str) -> None:
@@ -205,3 +219,7 @@ def test_kernel_sources_count_by_content(tmp_path: Path, monkeypatch: pytest.Mon
     assert re.fullmatch("[0-9a-f]{32}", digest(None))
     with pytest.raises(InputError, match="measure the same"):
         study(tmp_path, factors={"csrc": [one, same]}, **fields).plan()
+    monkeypatch.chdir(tmp_path)  # where the folder was named from; the cells run elsewhere
+    (entry,) = study(tmp_path, factors={"csrc": ["one"]}, baseline={"csrc": "other"}, paired=True).plan()
+    assert (entry.parameters["csrc"], entry.parameters["baseline"]["csrc"]) == (one, other)
+    assert entry.factors == {"csrc": "one"}

@@ -220,6 +220,13 @@ def test_papermill_without_a_tagged_cell_refuses_parameters(tmp_path: Path) -> N
         papermill.execute_notebook(str(source), None, parameters={"alpha": 2.0}, engine_name="mok", progress_bar=False)
 
 
+def test_papermill_refuses_another_language_with_and_without_parameters(tmp_path: Path) -> None:
+    source = notebook(tmp_path / "b.ipynb", metadata={"kernelspec": {"name": "ir", "display_name": "R", "language": "R"}})
+    for given in ({}, {"alpha": 2.0}):
+        with pytest.raises(InputError, match="this one is R"):
+            papermill.execute_notebook(str(source), None, parameters=given, engine_name="mok", progress_bar=False)
+
+
 def test_papermill_says_early_exit(tmp_path: Path) -> None:
     source = notebook(tmp_path / "a.ipynb", "import sys; sys.exit(0)", RECORD)
     with pytest.raises(MokError, match=r"sys\.exit"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from mok.errors import is_int, named_arguments, require
 
 DESIGNS = ("grid", "random", "one_factor")
 MAX_POINTS = 100_000
+LARGEST = sys.float_info.max  # an int beyond it is no float, and asking math.isfinite about it raises
 
 
 @named_arguments
@@ -30,8 +32,9 @@ class Range:
         """Raises InputError: ends that are no finite numbers in order, log of nothing, a step that is not > 0."""
         for name in ("low", "high", *(() if self.step is None else ("step",))):
             value = getattr(self, name)
-            number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+            number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST
             require(number, f"Range.{name} must be a finite number, got {value!r}.")
+        require(isinstance(self.log, bool), f"Range.log must be True or False, got {self.log!r}.")
         require(self.low < self.high, f"Range needs low < high, got {self.low!r} and {self.high!r}.")
         require(self.step is None or self.step > 0, f"Range.step must be > 0, got {self.step!r}.")
         require(not self.log or self.low > 0, f"Range on a log scale needs low > 0, got {self.low!r}.")

@@ -23,8 +23,10 @@ from mok.ablate.engine import stopping
 from mok.ablate.execute import read_outcome
 from mok.ablate.failures import last_lines, tail
 from mok.ablate.job import Job, Outcome, write
+from mok.ablate.keys import code_digest
 from mok.ablate.ledger import Ledger
 from mok.ablate.outcome import to_run
+from mok.ablate.parameters import read_notebook
 from mok.ablate.planning import PAIR_OPTIONS, Plan, Planned
 from mok.ablate.result import EXIT_RESUME, Result
 from mok.ablate.status import Progress
@@ -122,7 +124,9 @@ class Driver:
             warm_job, warm = self._cold.pop(job.key)
             checked = self._compare_cold(warm, outcome)
             if outcome.status == "interrupted":
-                return self._write(warm_job, outcome, None)
+                return self._write(warm_job, dataclasses.replace(warm, status="interrupted", failure=outcome.failure), None)
+            if checked["status"] == "failed" or checked["same_bits"] is False:
+                self._chosen.add(job.key)  # another try must pass the check too
             return self._write(warm_job, warm, checked)
         if job.key in self._chosen and outcome.status == "done" and outcome.kernel.get("warm") and not self._stop.is_set():
             self._chosen.discard(job.key)
@@ -194,12 +198,13 @@ class Driver:
         if not executor.keeps_warm:
             return set()
         ordered = sorted(self._entries, key=lambda key: hashlib.blake2b(f"{self.study.seed} {key}".encode()).digest())
-        checked = sum(entry.run is not None and entry.run.cold_check is not None for entry in self.plan)
+        checked = sum(entry.run is not None and entry.run.done and entry.run.cold_check is not None for entry in self.plan)
         return set(ordered[: max(0, self.study.cold_checks - checked)])
 
     def _compare_cold(self, warm: Outcome, cold: Outcome) -> dict[str, Any]:
         if cold.status != "done":
-            return {"status": cold.status, "message": cold.failure.message if cold.failure else ""}
+            kind, message = (cold.failure.kind, cold.failure.message) if cold.failure else ("error", "")
+            return {"status": cold.status, "kind": kind, "message": message}
         ours, theirs = warm.payload["digests"], cold.payload["digests"]
         ratios = {
             name: cold.payload["metrics"][name] / value for name, value in warm.payload["metrics"].items()
@@ -224,8 +229,15 @@ class Driver:
         """The notebook as it is now: every run of this call executes these cells, whatever is saved meanwhile."""
         source = next(iter(self.plan)).sources["notebook"]
         path = self.study.folder / f"source-{source[:16]}.ipynb"
-        if not path.exists():
+        try:
+            kept = code_digest(read_notebook(path)) == source
+        except InputError:  # none yet, or no longer a notebook
+            kept = False
+        if not kept:
             write(path, self.plan.notebook.read_bytes())
+            if code_digest(read_notebook(path)) != source:
+                path.unlink()
+                raise InputError(f"{self.plan.notebook} was saved while the study was planned; start it again.")
         return path
 
     def _kind(self) -> str:

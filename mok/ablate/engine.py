@@ -102,6 +102,7 @@ class MokEngine(Engine):  # type: ignore[misc]
             session.notebook = nb_man.nb
             cls._run(nb_man, session, options)
             return
+        cls.nb_language(nb_man.nb)  # papermill asks this only of a notebook that gets parameters
         check_parameters(nb_man.nb)
         limit = options.get("execution_timeout")
         stop = threading.Event()

@@ -15,21 +15,25 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
+import hashlib
 import json
 import os
 import re
+import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from mok.ablate.job import write
-from mok.ablate.record import Attempt, Run, read
+from mok.ablate.record import Attempt, File, Run, read
 from mok.errors import InputError, WorkspaceError, require
 
 KEY = re.compile(r"[0-9a-f]{16}")
 ATTEMPT = re.compile(r"a(\d{1,6})")
 MAX_STATUS_BYTES = 4 << 20
+MEASURED = ("samples", "guards")  # small, and what a verdict rests on: their bytes are checked, not their sizes alone
 
 
 class Ledger:
@@ -55,7 +59,7 @@ class Ledger:
         if run.done:
             for what, entry in run.files.items():
                 file = self.folder / key / entry.path
-                if not file.is_file() or file.stat().st_size != entry.bytes:
+                if not _whole(file, entry, what in MEASURED):
                     return None, f"{file}: the {what} of a finished run is missing or torn; the run is made again."
         return run, None
 
@@ -202,6 +206,23 @@ class Ledger:
         finally:
             os.close(descriptor)
         return None
+
+
+def _whole(file: Path, entry: File, bytes_too: bool) -> bool:
+    try:
+        found = file.stat()
+        if not stat.S_ISREG(found.st_mode) or found.st_size != entry.bytes:
+            return False
+        return not bytes_too or _digest(file, found.st_size, found.st_mtime_ns) == entry.digest
+    except OSError:
+        return False
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _digest(file: Path, _size: int, _time_ns: int) -> str:
+    """Of a file that is read again only when it changed: whoever watches a study loads every record each second."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
 def _take(descriptor: int, path: Path) -> None:

@@ -16,10 +16,13 @@ PROVENANCE = ("notebook", "package", "csrc", "csrc_baseline", "device")
 def to_run(
     entry: Planned, job: Job, outcome: Outcome, ledger: Ledger, commit: str, executor: str, cold: dict[str, Any] | None
 ) -> Run:
-    """The record of an attempt. A cold check that found other bits turns a done run into a wrong answer."""
+    """The record of an attempt. A done run fails by a cold check that failed, or found other bits."""
     payload, failure, status = outcome.payload, outcome.failure, outcome.status
     if status == "done" and cold is not None and cold.get("same_bits") is False:
         failure = failures.made("wrong answer", "a fresh kernel gives other bits: the warm one was not clean")
+        status = "failed"
+    if status == "done" and cold is not None and cold["status"] == "failed":
+        failure = failures.made(cold["kind"], f"done in a warm kernel, but not in a fresh one: {cold['message']}")
         status = "failed"
     sources = {
         ("device_class" if name == "device" else name): entry.sources[name] for name in PROVENANCE if name in entry.sources

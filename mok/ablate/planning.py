@@ -171,11 +171,14 @@ def make(study: Study) -> Plan:
         values = schema.full({**fixed, **extra, **point.strata, **point.factors, **({"baseline": baseline} if baseline else {})})
         _check_step(values, baseline, point)
         mine = sources | _kernel_sources(values, baseline, kernels)
+        _place_sources(values)
         key = keys.run_key(_content(values), mine)
         run, problem = ledger.load(key)
         if problem:
             problems.append(problem)
-        control = study.paired and all(point.factors[name] == level for name, level in base.items())
+        if run is not None and run.done:
+            _measured(study, run)
+        control = study.paired and canonical(dict(point.factors)) == canonical(base)
         entries.append(Planned(index, key, point.strata, point.factors, values, baseline, control, mine, run))
     _distinct(entries)
     require(any(not entry.control for entry in entries), "every point of this paired study equals its baseline; change a factor.")
@@ -241,6 +244,20 @@ def _kernel_sources(values: Mapping[str, Any], baseline: Mapping[str, Any], know
         if folder not in known:
             known[folder] = keys.csrc_digest(folder)
     return {what: known[folder] for what, folder in folders.items()}
+
+
+def _place_sources(values: dict[str, Any]) -> None:
+    """Whole paths for source folders: cells run in the notebook's folder, and would find another tree than the one digested."""
+    for arm in (values, values.get("baseline")):
+        if isinstance(arm, dict) and isinstance(arm.get("csrc"), str) and arm["csrc"]:
+            arm["csrc"] = str(Path(arm["csrc"]).resolve())
+
+
+def _measured(study: Study, run: Run) -> None:
+    """A finished run left the metrics of the study as it was then; the same cells would not leave others now."""
+    for metric in study.metrics:
+        if metric not in run.metrics:
+            raise unknown_name(f"metric of the finished run {run.key}", metric, run.metrics)
 
 
 def _content(values: Mapping[str, Any]) -> dict[str, Any]:

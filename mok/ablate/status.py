@@ -5,7 +5,9 @@ from __future__ import annotations
 import statistics
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
+
+import msgspec
 
 from mok.ablate.job import Job
 from mok.ablate.ledger import Ledger
@@ -20,6 +22,47 @@ if TYPE_CHECKING:
 BEAT_S = 1.0  # how old a status may get while nothing happens
 LEAST_S = 0.25  # and how often it is written when much does
 MAX_FAILURES = 50
+
+
+class _Spent(TypedDict):
+    wall_s: float
+    device_s: float
+
+
+class _Counts(TypedDict):
+    planned: int
+    done: int
+    failed: int
+    interrupted: int
+    running: int
+    left: int
+
+
+class _Running(TypedDict):
+    key: str
+    factors: dict[str, Any]
+    cell: int
+    cells: int
+    since_s: float
+
+
+class _Failed(TypedDict):
+    key: str
+    kind: str
+    message: str
+
+
+class Said(TypedDict):
+    """What of status.json a reader relies on; a file that says it otherwise is not believed."""
+
+    study: str
+    state: str
+    reason: str
+    counts: _Counts
+    eta_s: float | None
+    spent: _Spent
+    running: list[_Running]
+    failures: list[_Failed]
 
 
 class Progress:
@@ -150,13 +193,15 @@ class Progress:
 
 
 def read(study: Study) -> dict[str, Any]:
-    """Where a study stands: the driver's last words, and whether it still lives. Reads files only.
+    """Where a study stands: the driver's words while it lives, the records once it does not. Reads files only.
 
-    Without a driver's account the counts come from the records and the plan; a driver that died leaves state "interrupted".
+    A driver that died leaves state "interrupted"; its last words may be older than its last record, so they are not counted.
     """
     ledger = Ledger(study.folder)
-    found = ledger.read_status()
     pid = ledger.driver()
+    found = _said(ledger)
+    if found is not None and pid is None:
+        found = _recounted(ledger, found)
     if found is None:
         try:
             counts = study.plan().counts()
@@ -172,3 +217,32 @@ def read(study: Study) -> dict[str, Any]:
     elif pid is not None and ledger.stop_requested():
         found = {**found, "state": "stopping"}
     return {**found, "pid": pid, "host_alive": pid is not None}
+
+
+def _said(ledger: Ledger) -> dict[str, Any] | None:
+    """status.json if it is one: the folder may come from anywhere."""
+    found = ledger.read_status()
+    try:
+        msgspec.convert(found, Said)
+    except msgspec.ValidationError:
+        return None
+    return found
+
+
+def _recounted(ledger: Ledger, found: dict[str, Any]) -> dict[str, Any] | None:
+    """`found` with counts and failures of the records that are whole; None without a plan to count by."""
+    runs = [ledger.load(key)[0] for key in ledger.read_plan()]
+    if not runs:
+        return None
+    states = ["new" if run is None else run.status for run in runs]
+    count = {state: states.count(state) for state in ("done", "failed", "interrupted", "new")}
+    left = count["new"] + count["interrupted"]
+    failures = [
+        {"key": run.key, "kind": run.failure.kind, "message": run.failure.message}
+        for run in runs if run is not None and run.failure is not None
+    ]  # fmt: skip
+    if left and found["state"] in ("done", "failed"):
+        found = {**found, "state": "interrupted", "reason": "records are missing or damaged; `mok study resume` makes them again"}
+    counts = {"planned": len(runs), "done": count["done"], "failed": count["failed"], "interrupted": count["interrupted"],
+              "running": 0, "left": left}  # fmt: skip
+    return {**found, "counts": counts, "failures": failures[:MAX_FAILURES]}

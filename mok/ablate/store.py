@@ -54,7 +54,10 @@ def table(study: Study) -> Table:
 
 
 def of(found: list[Run]) -> Table:
-    """The table of some runs."""
+    """The table of some runs. A level or metric with the name of another column stands under `level:<name>`, `metric:<name>`.
+
+    Names that differ in case alone are one name to SQL, so they count as the same here.
+    """
     columns: dict[str, npt.NDArray[Any]] = {}
     for name in FIXED:
         if name == "kind":
@@ -64,11 +67,19 @@ def of(found: list[Run]) -> Table:
         columns[name] = _objects(values) if name in ("key", "status", "kind", "same_bits") else np.asarray(values)
     for where in ("strata", "factors"):
         for name in dict.fromkeys(name for run in found for name in getattr(run, where)):
-            columns[name] = _objects([getattr(run, where).get(name) for run in found])
+            columns[_free(columns, name, "level")] = _objects([getattr(run, where).get(name) for run in found])
     for prefix, what in (("", "metrics"), ("A:", "baseline_metrics")):
         for name in dict.fromkeys(name for run in found for name in getattr(run, what)):
-            columns[prefix + name] = np.asarray([getattr(run, what).get(name, np.nan) for run in found], dtype=np.float64)
+            values = [getattr(run, what).get(name, np.nan) for run in found]
+            columns[_free(columns, prefix + name, "metric")] = np.asarray(values, dtype=np.float64)
     return Table(columns)
+
+
+def _free(columns: Mapping[str, Any], name: str, kind: str) -> str:
+    taken = {other.casefold() for other in columns}
+    while name.casefold() in taken:
+        name = f"{kind}:{name}"
+    return name
 
 
 def _objects(values: list[Any]) -> npt.NDArray[Any]:
@@ -110,7 +121,7 @@ def query(study: Study, sql: str) -> dict[str, Any]:
     with connection("the query") as duck:
         plain = {name: _plain(values) for name, values in columns.items()}
         duck.execute("CREATE TABLE runs AS SELECT " + ", ".join(
-            f'unnest($c{index}{"::VARCHAR[]" if isinstance(values[0] if values else "", str) else ""}) AS "{name}"'
+            f'unnest($c{index}{"::VARCHAR[]" if isinstance(values[0] if values else "", str) else ""}) AS {_quoted(name)}'
             for index, (name, values) in enumerate(plain.items())
         ), {f"c{index}": values for index, values in enumerate(plain.values())})  # fmt: skip
         for what, schema in (("samples", tables.SAMPLES), ("guards", tables.GUARDS)):
@@ -123,8 +134,19 @@ def query(study: Study, sql: str) -> dict[str, Any]:
                 duck.execute(f"INSERT INTO {what} SELECT ?, {', '.join(schema)} FROM part", [key])
                 duck.unregister("part")
         duck.execute("SET enable_external_access = false")  # the statement may come from anywhere; it sees these tables only
-        return {name: np.ma.filled(values, None) if values.dtype == object else values
+        return {name: _nulls(values) if values.dtype == object else values
                 for name, values in duck.execute(sql).fetchnumpy().items()}  # fmt: skip
+
+
+def _nulls(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """A column of text with None where SQL says NULL (NumPy's own filling writes '?')."""
+    filled: npt.NDArray[Any] = np.array(np.ma.getdata(values), dtype=object)
+    filled[np.ma.getmaskarray(values)] = None
+    return filled
+
+
+def _quoted(name: str) -> str:
+    return '"' + name.replace('"', '""') + '"'
 
 
 def _plain(values: npt.NDArray[Any]) -> list[Any]:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import re
 import tomllib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -92,6 +92,7 @@ class Study:
             isinstance(self.name, str) and NAME.fullmatch(self.name) is not None,
             f"a study's name is lower-case letters, digits, - and _ (it is a folder), got {self.name!r}.",
         )
+        require(isinstance(self.design, str), f"Study.design must be a name, got {self.design!r}.")
         if self.design in SHORT_DESIGNS:
             self._set(design=SHORT_DESIGNS[self.design], paired=True)
         if self.design not in designs.DESIGNS:
@@ -101,16 +102,19 @@ class Study:
             require(isinstance(getattr(self, what), types), f"Study.{what} must be {names}, got {getattr(self, what)!r}.")
         self._set(notebook=str(self.notebook), root=str(self.root))
         self._check_points()
-        metrics = (self.metrics,) if isinstance(self.metrics, str) else tuple(self.metrics)
+        metrics, imports = _names(self.metrics) or (), _names(self.imports)
         good = (
             bool(metrics) and all(isinstance(metric, str) and metric for metric in metrics) and len(set(metrics)) == len(metrics)
         )
         require(good, f"metrics are one or more different names, got {self.metrics!r}.")
-        imports = tuple(self.imports) if not isinstance(self.imports, str) else (self.imports,)
-        good = all(isinstance(name, str) and all(part.isidentifier() for part in name.split(".")) for name in imports)
+        good = imports is not None and all(
+            isinstance(name, str) and all(part.isidentifier() for part in name.split(".")) for name in imports
+        )
         require(good, f"imports are names of modules, got {self.imports!r}.")
         self._set(metrics=metrics, imports=imports)
         self._check_numbers()
+        for what in ("retries", "budget"):
+            require(isinstance(getattr(self, what), Mapping), f"Study.{what} maps names to numbers, got {getattr(self, what)!r}.")
         for kind, count in self.retries.items():
             if kind not in KINDS:
                 raise unknown_name("failure class", str(kind), KINDS)
@@ -119,6 +123,8 @@ class Study:
             if what not in BUDGETS:
                 raise unknown_name("budget", str(what), BUDGETS)
             require(_number(amount) and amount > 0, f"budget[{what!r}] must be a finite number > 0, got {amount!r}.")
+        named = isinstance(self.executor, str | Mapping)
+        require(named, f"executor is a name or {{'kind': name, ...}}, got {self.executor!r}.")
         options = {"kind": self.executor} if isinstance(self.executor, str) else plain(self.executor, "executor")
         if options.get("kind") not in EXECUTORS:
             raise unknown_name("executor", str(options.get("kind")), EXECUTORS)
@@ -157,7 +163,7 @@ class Study:
         for what, least in (("samples", 1), ("min_blocks", 6), ("max_blocks", 6), ("burst", 1), ("cold_checks", 0)):
             value = getattr(self, what)
             require(is_int(value) and value >= least, f"Study.{what} must be an int >= {least}, got {value!r}.")
-        require(is_int(self.seed), f"Study.seed must be an int, got {self.seed!r}.")
+        require(is_int(self.seed) and 0 <= self.seed < 2**63, f"Study.seed must be an int in [0, 2**63), got {self.seed!r}.")
         require(self.max_blocks <= MAX_BLOCKS, f"max_blocks may be at most {MAX_BLOCKS}, got {self.max_blocks}.")
         require(self.min_blocks <= self.max_blocks, f"min_blocks={self.min_blocks} exceeds max_blocks={self.max_blocks}.")
         for what in ("resolution", "alpha"):
@@ -328,12 +334,23 @@ class Study:
 
 
 def _number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= designs.LARGEST
+
+
+def _names(value: Any) -> tuple[Any, ...] | None:
+    """One name or a sequence of them as a tuple; None for anything else."""
+    if isinstance(value, str):
+        return (value,)
+    return tuple(value) if isinstance(value, Sequence) and not isinstance(value, bytes) else None
 
 
 def _levels(name: Any, levels: Any) -> Levels:
     require(isinstance(name, str), f"a factor's name is text, got {name!r}.")
     if isinstance(levels, Mapping):
+        good = all(isinstance(key, str) for key in levels) and (
+            {"low", "high"} <= levels.keys() or not levels.keys() <= {"low", "high", "step", "log"}
+        )  # a misspelt name is Range's to explain
+        require(good, f"factor {name!r} is a list of levels or {{low, high, step or log}}, got {dict(levels)!r}.")
         return Range(**levels)
     if isinstance(levels, Range):
         return levels
@@ -342,6 +359,6 @@ def _levels(name: Any, levels: Any) -> Levels:
     found = [plain(level, f"level {index} of {name!r}") for index, level in enumerate(levels)]
     require(bool(found), f"factor {name!r} has no levels.")
     texts = [canonical(level) for level in found]
-    twice = sorted({text for text in texts if texts.count(text) > 1})
+    twice = sorted(text for text, count in Counter(texts).items() if count > 1)
     require(not twice, f"factor {name!r} has {', '.join(twice)} twice.")
     return found
