@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mok.errors import InputError
+from mok.trace import NO_VALUE
 from mok.trace.read import clocks, open_trace, ranks
 from tests.support.trace_builders import kernel, kineto, launch
 
@@ -214,3 +215,10 @@ def test_arguments_one_rank_lacks_are_none(tmp_path):
     spans = open_trace([first, second]).spans
     assert sorted(spans.args["registers"].tolist()) == [np.iinfo(np.int64).min, 100]
     assert sorted(spans.args["grid"].codes.tolist()) == [-1, 0]
+
+
+def test_a_real_argument_that_one_rank_lacks_is_none_there():
+    found = ranks._column([(None, 2), (np.array([1.5]), 1)])
+    assert np.isnan(found[:2]).all()
+    assert found[2] == 1.5
+    assert ranks._column([(None, 1), (np.array([3]), 1)]).tolist() == [NO_VALUE, 3]

@@ -120,3 +120,14 @@ def test_a_report_that_is_none(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "ncu_report", None)
     with pytest.raises(CapabilityError, match=r"pip install ncu-report.*--csv --page raw"):
         open_trace(path)
+
+
+def test_a_kernel_without_times_is_left_out_and_counted(tmp_path):
+    head = '"ID","Kernel Name","Stream","Device","gpu__time_start.min","gpu__time_end.max"\n"","","","","ns","ns"\n'
+    rows = ['"0","gemm","7","0","1000","2000"', '"1","gemm","7","0","nan","2000"', '"2","gemm","7","0","3000",""']
+    path = tmp_path / "a.csv"
+    path.write_text(head + "\n".join(rows) + "\n")
+    trace = open_trace(path)
+    assert trace.spans.start_ns.tolist() == [1000, 3000]
+    assert trace.spans.dur_ns.tolist() == [1000, 0]
+    assert trace.meta.coverage["flagged"] == {"no_start": 1, "missing_end": 1}

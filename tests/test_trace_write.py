@@ -211,10 +211,12 @@ def test_json_keeps_processes_and_ranks_apart(tmp_path: Path) -> None:
     for process, rank, device in ((7, 0, 0), (8, 0, 0), (7, 1, 0), (0, 1, 3)):
         made.call("cudaLaunchKernel", 100 * process, 10, 1, process=process, rank=rank)
         made.op(100 * process + 50 + rank, 20, 1, "gemm", process=process, rank=rank, device=device)
+    made.counter("GPU 0 SM Active %", [(1, 2.5), (4, 3.5)])
     trace = made.trace(diagnostics=("driver too new",))
     again = open_trace(export(trace, tmp_path / "a.json"))
     assert sorted(again.lanes.rows()) == sorted(trace.lanes.rows())
     assert spans_of(again) == spans_of(trace)
+    assert again.counters.value.tolist() == [2.5, 3.5]
     assert again.meta.diagnostics == trace.meta.diagnostics
     assert again.meta.tool == trace.meta.tool
     assert again.meta.coverage["kernels_with_api"] == 4

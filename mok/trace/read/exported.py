@@ -22,9 +22,12 @@ Row = tuple[int, int, int, str, str]  # rank, process, device, kind, label
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """lanes: (pid, tid) of events -> lane; ranks: all that occur; tool and diagnostics of the trace that was exported."""
+    """lanes: (pid, tid) of events and (pid, name) of counters -> lane; ranks: all that occur.
 
-    lanes: Mapping[tuple[int, int], Row] = field(default_factory=dict)
+    tool, diagnostics: of the trace that was exported.
+    """
+
+    lanes: Mapping[tuple[int, int | str], Row] = field(default_factory=dict)
     ranks: frozenset[int] = frozenset()
     tool: str | None = None
     diagnostics: tuple[str, ...] = ()
@@ -34,11 +37,13 @@ def parse(entry: Any) -> Exported:
     """The table in a file's `mok` entry; an empty one where it is absent or not as we write it."""
     if not isinstance(entry, dict) or not isinstance(entry.get("lanes"), list):
         return Exported()
-    lanes: dict[tuple[int, int], Row] = {}
+    lanes: dict[tuple[int, int | str], Row] = {}
     for row in entry["lanes"]:
-        if not (isinstance(row, list) and len(row) == 7 and all(type(value) is int for value in row[:5])):
+        if not (isinstance(row, list) and len(row) == 7 and all(type(row[at]) is int for at in (0, 2, 3, 4))):
             return Exported()
         pid, tid, rank, process, device, kind, label = row
+        if type(tid) is not (str if kind == "counter" else int):
+            return Exported()
         small = 0 <= rank < 1 << 31 and -1 <= device < 1 << 31 and -(1 << 62) < process < 1 << 62
         if not (small and kind in LANE_KINDS and isinstance(label, str)):
             return Exported()

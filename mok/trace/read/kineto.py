@@ -238,19 +238,23 @@ class _Events:
 
     def _exported_lanes(self, keys: Sequence[tuple[Any, Any]]) -> Any:
         """The lanes of events that our own writer placed; several rows of a viewer may be one lane."""
-        several = len(self.exported.ranks) > 1
-        known = {}
-        for key in set(keys):
-            rank, process, device, kind, label = row = self.exported.lanes[key]
-            known[key] = self.builder.lane(("exported", row), process, device, kind, label, rank if several else None)
+        known = {key: self._exported_lane(key) for key in set(keys)}
         return np.array(list(map(known.__getitem__, keys)), np.int32)
+
+    def _exported_lane(self, key: tuple[Any, Any]) -> int:
+        rank, process, device, kind, label = row = self.exported.lanes[key]
+        several = len(self.exported.ranks) > 1
+        return self.builder.lane(("exported", row), process, device, kind, label, rank if several else None)
 
     def _counters(self, events: Sequence[Any], start: I64) -> None:
         lanes, values, times = [], [], []
         for event, t_ns in zip(events, start.tolist(), strict=True):
             for key, value in arguments.plain(event.args, self.builder.flag).items():
-                label = f"{event.name} {key} value"[:200]
-                lanes.append(self.builder.lane(("counter", label), 0, -1, "counter", label))
+                if (event.pid, event.name) in self.exported.lanes:
+                    lanes.append(self._exported_lane((event.pid, event.name)))
+                else:
+                    label = f"{event.name} {key} value"[:200]
+                    lanes.append(self.builder.lane(("counter", label), 0, -1, "counter", label))
                 values.append(float(value) if isinstance(value, (int, float)) and abs(value) < 1e300 else np.nan)
                 times.append(t_ns)
         if lanes:

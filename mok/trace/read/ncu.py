@@ -18,9 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from mok.errors import CapabilityError, InputError, require
-from mok.trace.columns import Strings
+from mok.trace.columns import NO_VALUE, Strings
 from mok.trace.model import Trace
-from mok.trace.read.build import Builder
+from mok.trace.read.build import MAX_TIME_NS, Builder
 
 REPORT_MAGIC = b"NVR\0"
 MAX_CSV_BYTES = 1 << 30
@@ -82,13 +82,16 @@ class NcuTable:
             lanes.append(builder.lane((ordinal, stream), 0, ordinal, "stream", f"GPU {ordinal} stream {stream or 0}"))
         args = {name: Strings.of(self.facts[name]) for name in ("grid", "block_dim")}
         names = builder.names.codes(self.facts["name"])
-        builder.span("kernel", begin, end - begin, np.array(lanes, np.int32), names, None, args)
+        dur = np.where((begin == NO_VALUE) | (end == NO_VALUE), NO_VALUE, end - np.where(begin == NO_VALUE, 0, begin))
+        builder.span("kernel", begin, dur, np.array(lanes, np.int32), names, None, args)
         builder.diagnostics.append("ncu ran the kernels one at a time: gaps and overlap on this timeline are the profiler's")
         return builder.finish("ncu", "ns of the GPU's clock", {}, None)
 
     def _ns(self, name: str) -> npt.NDArray[np.int64]:
         scale = _TO_NS.get(self.units[self.metrics.index(name)], 1.0)
-        return np.nan_to_num(np.rint(self.metric(name) * scale), nan=0, posinf=0, neginf=0).astype(np.int64)
+        values = np.rint(self.metric(name) * scale)
+        there = np.abs(values) < MAX_TIME_NS  # neither NaN nor beyond what a trace can hold: the builder counts what is left out
+        return np.where(there, np.where(there, values, 0).astype(np.int64), NO_VALUE)
 
     def __repr__(self) -> str:
         return f"NcuTable({len(self)} kernels, {len(self.metrics)} metrics: {', '.join(self.metrics[:4])}...)"

@@ -278,7 +278,10 @@ def _column(pieces: Sequence[tuple[Column | None, int]]) -> Column:
         texts = Texts()
         codes = [texts.recode(piece) if isinstance(piece, Strings) else np.full(size, -1, np.int32) for piece, size in pieces]
         return Strings(np.concatenate(codes), tuple(texts.index))
-    return np.concatenate([np.full(size, NO_VALUE, np.int64) if piece is None else piece for piece, size in pieces])
+    real = any(isinstance(piece, np.ndarray) and piece.dtype == np.float64 for piece, _ in pieces)
+    none, kind = (np.nan, np.float64) if real else (NO_VALUE, np.int64)
+    column: Column = np.concatenate([np.full(size, none, kind) if piece is None else piece for piece, size in pieces])
+    return column
 
 
 def _coverage(metas: Sequence[TraceMeta], facts: list[dict[str, Any]]) -> dict[str, Any]:

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+import numpy as np
+
 from mok.parquet import replacing
 from mok.trace.metrics.activity import launches
 from mok.trace.model import Trace
@@ -55,7 +57,14 @@ def _document(trace: Trace, stream: BinaryIO) -> None:
         about["distributedInfo"] = {"rank": int(trace.lanes.rank[0])}
     groups, rows = _groups(trace), list(lanes.rows(trace))
     known = trace.lanes.rows()
-    places = [(groups[lanes.owner(trace, row.lane)], tid, *known[row.lane]) for tid, row in enumerate(rows, start=1)]
+    places: list[tuple[Any, ...]] = [
+        (groups[lanes.owner(trace, row.lane)], tid, *known[row.lane]) for tid, row in enumerate(rows, start=1)
+    ]
+    places += [
+        (groups[lanes.owner(trace, lane)], _counter(trace, lane), *known[lane])
+        for lane in np.unique(trace.counters.lane).tolist()
+        if known[lane][3] == "counter"
+    ]
     meta = trace.meta
     about[KEY] = {"tool": meta.tool, "clock": meta.clock, "diagnostics": list(meta.diagnostics), "lanes": places}
     head = json.dumps(about, allow_nan=False)[:-1] + ',\n"traceEvents": [\n'
@@ -116,8 +125,13 @@ def _events(trace: Trace, groups: dict[lanes.Group, int], rows: list[lanes.Row])
     counters = trace.counters
     for lane, t, value in zip(counters.lane.tolist(), counters.t_ns.tolist(), counters.value.tolist(), strict=True):
         if math.isfinite(value):
-            label = trace.lanes.label[lane] or f"lane {lane}"
-            yield _event({"ph": "C", "name": label, "pid": groups[lanes.owner(trace, lane)]}, t, None, {"value": value})
+            yield _event(
+                {"ph": "C", "name": _counter(trace, lane), "pid": groups[lanes.owner(trace, lane)]}, t, None, {"value": value}
+            )
+
+
+def _counter(trace: Trace, lane: int) -> str:
+    return trace.lanes.label[lane] or f"lane {lane}"
 
 
 def _process_id(group: lanes.Group, taken: dict[lanes.Group, int]) -> int:
