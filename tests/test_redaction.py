@@ -252,7 +252,7 @@ def test_switches_and_sizes_do_not_spell_kernels_anew(tmp_path):
     env = {"TOKENIZERS_PARALLELISM": "false", "MAX_TOKENS": "4096", "XDG_SESSION_CLASS": "user", "SSH_AUTH": "true"}
     names = ["void gemm<false, true, 4096>(user_data)", "gemm_4096x256"]
     trace = open_trace(kineto(tmp_path / "a.json", [kernel(1, 2, name) for name in names], env=env))
-    assert list(trace.spans.name.table) == names
+    assert set(trace.spans.name.table) == set(names)
 
 
 def test_secrets_of_command_lines_and_single_assignments(tmp_path):
