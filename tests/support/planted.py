@@ -9,6 +9,7 @@ import nbformat
 import numpy as np
 
 from mok.ablate import tables
+from mok.ablate.execute import file_of
 from mok.ablate.guards import COLUMNS
 from mok.ablate.ledger import Ledger
 from mok.ablate.looks import orders
@@ -108,7 +109,7 @@ def _files(
     tables.write(folder / "guards.parquet", when | readings, tables.GUARDS)
     (folder / "notebook.ipynb").write_text("{}")
     names = {"samples": "samples.parquet", "guards": "guards.parquet", "notebook": "notebook.ipynb"}
-    return {what: File(f"a1/{name}", (folder / name).stat().st_size, "") for what, name in names.items()}
+    return {what: file_of(folder / name) for what, name in names.items()}
 
 
 def _notebook(folder: Path, levels: dict[str, Any]) -> Path:
