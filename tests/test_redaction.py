@@ -280,3 +280,21 @@ def test_what_was_kept_leaves_when_the_kept_trace_is_opened(tmp_path, ending):
         assert "private" not in trace.meta.provenance
         assert_clean(export(trace, tmp_path / f"{source.suffix}.out.{ending}").read_bytes())
         assert trace.spans.start_ns.tolist() == open_trace(source).spans.start_ns.tolist()
+
+
+@pytest.mark.parametrize("where", ["before", "after"])
+def test_surroundings_that_cannot_be_read_are_said_and_stop_redaction(tmp_path, where):
+    """An unescaped quote in a variable: the token beside it is unknown, so a copy must not call itself redacted."""
+    event = json.dumps(kernel(1, 2, f"of {TOKEN}"))
+    around = f'"env": {{"A": "x"y: [", "HF_TOKEN": "{TOKEN}"}}'
+    events = f'"traceEvents": [{event}]'
+    path = tmp_path / "a.json"
+    path.write_text("{" + (f"{around}, {events}" if where == "before" else f"{events}, {around}") + "}")
+    try:
+        trace = open_trace(path)
+    except InputError:  # where the list of events itself cannot be found
+        trace = None
+    assert trace is None or any("cannot be read" in text and "private" in text for text in trace.meta.diagnostics)
+    with pytest.raises(InputError):
+        redact(path)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["a.json"]

@@ -336,15 +336,27 @@ def _end_within(data: bytes, position: int, limit: int) -> int | None:
 
 
 def metadata(header: bytes, trailer: bytes) -> dict[str, Any]:
-    """Top-level entries around the list of events; {} where they cannot be read."""
-    found: dict[str, Any] = {}
-    for text in (header.strip().rstrip(b",") + b"}", b"{" + trailer.strip().lstrip(b",")):
+    """Top-level entries around the list of events; those of a side that cannot be read are missing, see `unreadable`."""
+    return {key: value for side in _sides(header, trailer) for key, value in (side or {}).items()}
+
+
+def unreadable(header: bytes, trailer: bytes) -> bool:
+    """True if text around the list of events could not be read: what a job noted there, private or not, is unknown."""
+    return None in _sides(header, trailer)
+
+
+def _sides(header: bytes, trailer: bytes) -> list[dict[str, Any] | None]:
+    """The entries before and after the events; None for text that cannot be read."""
+    found: list[dict[str, Any] | None] = []
+    for inner, text in ((header, header.strip().rstrip(b",") + b"}"), (trailer, b"{" + trailer.strip().lstrip(b","))):
+        side: dict[str, Any] | None = None if inner.strip(b" \t\r\n,{}[]\0") else {}
         for candidate in (text, mend(text)[0]):
             try:
                 value = msgspec.json.decode(candidate)
             except REFUSED:
                 continue
             if isinstance(value, dict):
-                found |= value
+                side = value
             break
+        found.append(side)
     return found

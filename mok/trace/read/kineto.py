@@ -23,7 +23,7 @@ from mok.trace.model import Trace
 from mok.trace.read import kineto_args as arguments
 from mok.trace.read.build import MAX_TIME_NS, Builder
 from mok.trace.read.exported import KEY, Exported, parse
-from mok.trace.read.json_events import EventReader, exact, metadata
+from mok.trace.read.json_events import EventReader, exact, metadata, unreadable
 from mok.trace.read.kineto_process import owners
 from mok.trace.read.names import NOT_APPLICABLE, distinct
 from mok.trace.read.private import Private
@@ -77,6 +77,10 @@ def read(path: Path, *, keep_private: bool = False, rank: int | None = None) -> 
         why = pieces.cut or "the list of events does not end"
         builder.diagnostics.append(f"truncated after {number} events: {why}")
     around = metadata(reader.header, reader.trailer)
+    if unreadable(reader.header, reader.trailer):
+        builder.diagnostics.append(
+            "what stands around the events cannot be read: rank and start time may be missing, private words are unknown"
+        )
     events.finish()
     private = Private()
     for key, value in around.items():

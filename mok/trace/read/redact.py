@@ -23,7 +23,7 @@ from typing import IO
 from mok.errors import InputError, require
 from mok.parquet import replacing
 from mok.trace.read import redact_nsys
-from mok.trace.read.json_events import EventReader, metadata
+from mok.trace.read.json_events import EventReader, metadata, unreadable
 from mok.trace.read.kineto import PUBLIC
 from mok.trace.read.private import Private
 from mok.trace.read.stream import GZIP_MAGIC, Pieces
@@ -108,6 +108,10 @@ def _kineto(source: Path, target: Path) -> tuple[Private, Counter[str]]:
     with Pieces(source) as pieces:
         for _ in reader.read(pieces):
             pass
+    require(
+        not unreadable(reader.header, reader.trailer),
+        f"{source}: what stands around the events cannot be read, so nobody knows what of it is private; nothing was written.",
+    )
     around = metadata(reader.header, reader.trailer)
     for key, value in around.items():
         if key not in PUBLIC:
