@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from support.studies import notebook, package
 
-from mok.ablate import Study
+from mok.ablate import Study, keys
 from mok.ablate.execute import file_of
 from mok.ablate.ledger import Ledger
 from mok.ablate.result import EXIT_RESUME
@@ -445,3 +445,13 @@ def test_a_finished_run_without_a_metric_is_not_done_for_a_study_that_asks_for_i
     assert study.replace(metrics=["m_ms"]).plan().counts()["done"] == 2
     with pytest.raises(InputError, match="'m_mss', did you mean 'm_ms'"):
         study.replace(metrics=["m_ms", "m_mss"]).plan()
+
+
+def test_a_run_whose_package_changed_meanwhile_is_not_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    study = definition(tmp_path, count=3, pause=0.0)
+    digests = iter(["planned", "planned"])
+    monkeypatch.setattr(keys, "package_digest", lambda: next(digests, "edited"))
+    result = study.run()
+    assert (result.state, result.counts["done"], result.counts["interrupted"]) == ("interrupted", 1, 1)
+    assert any("source changed" in run.failure.message for run in study.runs() if run.failure is not None)
+    assert study.run().counts["done"] == 3  # under keys of the edited source

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mok.ablate import executors
+from mok.ablate import executors, failures, keys
 from mok.ablate.engine import stopping
 from mok.ablate.execute import read_outcome
 from mok.ablate.failures import last_lines, tail
@@ -135,6 +135,10 @@ class Driver:
         return self._write(job, outcome, None)
 
     def _write(self, job: Job, outcome: Outcome, cold: dict[str, Any] | None) -> bool:
+        if outcome.status == "done" and keys.package_digest() != self._entries[job.key].sources["package"]:
+            said = failures.made("interrupted", "mok's own source changed while the study ran; start again, with new keys")
+            outcome = dataclasses.replace(outcome, status="interrupted", failure=said)
+            self._stop.set()
         run = to_run(self._entries[job.key], job, outcome, self.ledger, self._commit, str(self._kind()), cold)
         self.ledger.write(run)
         self._progress.finished(run)
