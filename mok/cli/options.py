@@ -49,9 +49,7 @@ CapacityMultiplier = Annotated[
 ]
 Engine = Annotated[
     str | None,
-    typer.Option(
-        help="auto, torch or cuda (SM90: forward by our kernels, backward by torch's). (upstream: the package of MOK_UPSTREAM_PYTHON.)"
-    ),
+    typer.Option(help="auto, torch, cuda (SM90, SM100 or SM103: our kernels) or upstream (the package of MOK_UPSTREAM_PYTHON)."),
 ]
 
 
