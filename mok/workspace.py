@@ -6,6 +6,7 @@ lives there. It also keeps the fault record a kernel may have left: the next eag
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import itertools
 import threading
@@ -254,3 +255,7 @@ def clear_workspace_cache() -> None:
     """Forget cached workspaces; those still referenced elsewhere live on."""
     _CACHE.clear()
     vars(_TRACED).clear()
+
+
+# A workspace holds its process group; gloo's threads must end while the interpreter is whole, or the process may abort.
+atexit.register(clear_workspace_cache)

@@ -242,8 +242,7 @@ def test_a_step_without_tokens_says_so(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_help_offers_only_engines_that_are_there(capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = run(capsys, "run", "--help")
-    assert "auto, torch or cuda" in " ".join(out.split())
-    assert "upstream: the package of MOK_UPSTREAM_PYTHON" in " ".join(out.split())
+    assert "auto, torch, cuda (SM90, SM100 or SM103: our kernels) or upstream" in " ".join(out.split())
     assert "two ranks' worth" in " ".join(out.split())
 
 
