@@ -120,7 +120,7 @@ def side_by_side(launches: list[Trace]) -> Trace:
     """Several launches on one GPU in one trace: lanes of an SM and role serve all; argument `launch` tells them apart."""
     import numpy as np
 
-    from mok.capture.merge import joined
+    from mok.trace.ranks import joined
 
     rows: list[tuple[Any, ...]] = []
     index: dict[tuple[Any, ...], int] = {}

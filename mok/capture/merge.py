@@ -21,6 +21,7 @@ from mok.capture.faults import CaptureError
 from mok.errors import require
 from mok.trace.columns import NO_VALUE, Column, Lanes, Spans, Strings
 from mok.trace.model import Trace
+from mok.trace.ranks import joined
 
 I64 = npt.NDArray[np.int64]
 LAUNCH = re.compile(r"(?P<kernel>\w+) launch (?P<id>\d+)")
@@ -206,47 +207,3 @@ def _held_out(number: int, nsys: Trace, row: int, start: I64, end: I64, uncertai
 def _starts(names: Strings, *texts: str) -> npt.NDArray[np.bool_]:
     codes = [code for code, text in enumerate(names.table) if text.startswith(texts)]
     return np.isin(names.codes, codes)
-
-
-def joined(parts: Sequence[Spans]) -> Spans:
-    """Spans one after the other; an argument a part lacks is "none" there."""
-    names = list(dict.fromkeys(name for part in parts for name in part.args))
-    args: dict[str, Column] = {}
-    for name in names:
-        columns = [part.args.get(name) for part in parts]
-        first = next(column for column in columns if column is not None)
-        if isinstance(first, Strings):
-            args[name] = _text(
-                [column if isinstance(column, Strings) else None for column in columns], [len(part) for part in parts]
-            )
-            continue
-        none = np.nan if first.dtype == np.float64 else NO_VALUE
-        filled: Any = np.concatenate(
-            [
-                column if isinstance(column, np.ndarray) else np.full(len(part), none, first.dtype)
-                for column, part in zip(columns, parts, strict=True)
-            ]
-        )
-        args[name] = filled
-    sizes = [len(part) for part in parts]
-    return Spans(
-        np.concatenate([part.start_ns for part in parts]),
-        np.concatenate([part.dur_ns for part in parts]),
-        np.concatenate([part.lane for part in parts]).astype(np.int32),
-        _text([part.name for part in parts], sizes),
-        _text([part.category for part in parts], sizes),
-        np.concatenate([part.correlation for part in parts]),
-        args,
-    )
-
-
-def _text(columns: Sequence[Strings | None], sizes: Sequence[int]) -> Strings:
-    index: dict[str, int] = {}
-    codes = []
-    for column, size in zip(columns, sizes, strict=True):
-        if column is None:
-            codes.append(np.full(size, -1, np.int32))
-            continue
-        table = np.array([*(index.setdefault(text, len(index)) for text in column.table), -1], np.int32)
-        codes.append(table[column.codes])
-    return Strings(np.concatenate(codes).astype(np.int32), tuple(index))

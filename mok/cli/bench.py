@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from mok.cli.options import Combine
+from mok.cli.output import emit
 
 bench_app = typer.Typer(rich_markup_mode=None)
 
@@ -131,18 +133,13 @@ def traces(
     words = ["mok", "bench", "traces", *(cases or ()), "--rounds", str(rounds), *(["--out", out.name] if out else [])]
     record = Record(shlex.join(words), out, replace=replace)
 
-    def say(text: str) -> None:
-        stream = sys.stderr if as_json else sys.stdout
-        stream.write(text + "\n")
-        stream.flush()
+    say = _telling(as_json)
 
     for rows in bench.run(chosen, rounds, hta, record, say):
         for row in rows:
             say(bench.line(row))
     if as_json:
-        import msgspec
-
-        sys.stdout.write(msgspec.json.format(msgspec.json.encode(record.data), indent=2).decode() + "\n")
+        emit((), record.data, as_json)
 
 
 @bench_app.command()
@@ -168,19 +165,25 @@ def views(
     words = ["mok", "bench", "views", *(cases or ()), *(["--out", out.name] if out else [])]
     record = Record(shlex.join(words), out, replace=replace)
 
-    def say(text: str) -> None:
-        stream = sys.stderr if as_json else sys.stdout
-        stream.write(text + "\n")
-        stream.flush()
+    say = _telling(as_json)
 
     for rows in bench.run(tuple(cases or bench.CASES), say):
         record.add(rows[0].case, rows, {}, {})
         for row in rows:
             say(bench.line(row.to_dict()))
     if as_json:
-        import msgspec
+        emit((), record.data, as_json)
 
-        sys.stdout.write(msgspec.json.format(msgspec.json.encode(record.data), indent=2).decode() + "\n")
+
+def _telling(as_json: bool) -> Callable[[str], None]:
+    """Says a line at once: to stderr where stdout is for JSON."""
+
+    def say(line: str) -> None:
+        stream = sys.stderr if as_json else sys.stdout
+        stream.write(line + "\n")
+        stream.flush()
+
+    return say
 
 
 def _ranks(text: str, cases: list[str] | None, out: Path | None, rounds: int) -> None:
@@ -222,16 +225,11 @@ def _kernels(
     words += [str(part) for pair in [*given, ("--combine", combine)] if pair[1] is not None for part in pair]
     record = Record(shlex.join(words), out, replace=replace)
 
-    def say(line: str) -> None:
-        stream = sys.stderr if as_json else sys.stdout
-        stream.write(line + "\n")
-        stream.flush()
+    say = _telling(as_json)
 
     measure = None if phase == "forward" else partial(training.measure, phase=phase)
     for rows in bench.run(chosen, options, record, say, measure=measure):
         for row in rows:
             say(bench.line(row))
     if as_json:
-        import msgspec
-
-        sys.stdout.write(msgspec.json.format(msgspec.json.encode(record.data), indent=2).decode() + "\n")
+        emit((), record.data, as_json)
